@@ -1,0 +1,76 @@
+"""The frozen work order that every worker gets: settings, programs, split, and what crosses each boundary.
+
+Pure data (no torch), pickled once at start-up by the parent to its own children. Nothing in it is decided again later:
+two ranks that hold the same job agree on every message of the run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.plan.actions import Placement, Program
+from engine.settings import Settings
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor that crosses a boundary. `dtype` without the `torch.` prefix; strides in elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class MessageSpec:
+    """A nesting of tensors: `tree` is torch.utils._pytree's TreeSpec, `leaves` a TensorSpec or a constant each."""
+
+    tree: Any
+    leaves: tuple[Any, ...]
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of the model: found out once by the parent under FakeTensorMode."""
+
+    name: str
+    parameters: int  # elements
+    random: bool  # draws random numbers in training (dropout): it is seeded before each forward
+
+
+@dataclass(frozen=True)
+class Job:
+    """`boundaries[(mode, rows)]`: what stage s sends to s+1 for a micro-batch of `rows` samples, for s = 0..S-2, and
+    at S-1 the model's output; mode is "train" or "eval"."""
+
+    settings: Settings
+    placement: Placement
+    layers: tuple[Layer, ...]
+    split: tuple[int, ...]  # index of the first layer of each stage; split[0] == 0
+    train_samples: int
+    eval_samples: int
+    compute: Program  # the verified compute-only program for the configured M
+    steps: dict[int, Program]  # M -> lowered program with REDUCE (where R > 1) and STEP
+    passes: dict[int, Program]  # M -> the same without REDUCE and STEP, for all but the last pass of an accumulation
+    evaluations: dict[int, Program]  # M -> lowered forward-only program
+    boundaries: dict[tuple[str, int], tuple[MessageSpec, ...]] = field(default_factory=dict)
+    start_dir: str = "."
+    run_dir: str = "."
+
+    @property
+    def ranks(self) -> int:
+        return self.placement.ranks
+
+    @property
+    def replicas(self) -> int:
+        return self.settings.data_parallel.replicas
+
+    @property
+    def world(self) -> int:
+        return self.ranks * self.replicas

@@ -1,0 +1,139 @@
+"""The vocabulary of a schedule: Op, Action, Placement, Program.
+
+A program is, for each pipeline rank, an ordered list of actions. It is kept as one packed int64 per action in a
+numpy array per rank, so that a program of millions of actions is cheap; an `Action` is a readable view of one entry.
+
+    bit 63..56   55     54..32   31..0
+    op           fused  stage    micro-batch + 1   (0: the action has no micro-batch)
+
+Actions print as torch.distributed.pipelining prints them: `2F0` is stage 2, forward, micro-batch 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Row = npt.NDArray[np.int64]
+
+
+class Op(IntEnum):
+    """What an action does. F forward, B full backward, I input-gradient half, W weight-gradient half (B = I then W)."""
+
+    F = 0
+    B = 1
+    I = 2  # noqa: E741
+    W = 3
+    SEND_F = 4
+    RECV_F = 5
+    SEND_B = 6
+    RECV_B = 7
+    REDUCE = 8
+    STEP = 9
+
+
+COMPUTE = (Op.F, Op.B, Op.I, Op.W)
+NO_MICROBATCH = -1
+
+
+class Action(NamedTuple):
+    """One entry of a program. `microbatch` is -1 where there is none (REDUCE, a synchronous STEP).
+
+    `fused` marks the first of an overlapped pair: it and the next action of its row are one visible action.
+    """
+
+    stage: int
+    op: Op
+    microbatch: int = NO_MICROBATCH
+    fused: bool = False
+
+    def __str__(self) -> str:
+        name = "REDUCE_GRAD" if self.op is Op.REDUCE else self.op.name
+        return f"{self.stage}{name}{self.microbatch if self.microbatch >= 0 else ''}"
+
+    def pack(self) -> int:
+        return (self.op << 56) | (self.fused << 55) | (self.stage << 32) | (self.microbatch + 1)
+
+    @classmethod
+    def unpack(cls, code: int) -> Action:
+        code = int(code)
+        return cls(
+            stage=(code >> 32) & 0x7FFFFF,
+            op=Op(code >> 56),
+            microbatch=(code & 0xFFFFFFFF) - 1,
+            fused=bool((code >> 55) & 1),
+        )
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank runs a stage. `rank_of[direction][stage]`; one direction unless stages have copies.
+
+    `direction[microbatch]` is given only where there are two directions (DualPipe, Chimera).
+    """
+
+    ranks: int
+    rank_of: tuple[tuple[int, ...], ...]
+    direction: tuple[int, ...] = ()
+
+    @property
+    def stages(self) -> int:
+        return len(self.rank_of[0])
+
+    @property
+    def copies(self) -> int:
+        return len(self.rank_of)
+
+    def rank(self, stage: int, microbatch: int = NO_MICROBATCH) -> int:
+        way = self.direction[microbatch] if self.direction and microbatch >= 0 else 0
+        return self.rank_of[way][stage]
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Stages that live on `rank`, ascending, each once."""
+        return sorted({s for way in self.rank_of for s, r in enumerate(way) if r == rank})
+
+    @classmethod
+    def linear(cls, ranks: int) -> Placement:
+        """Stage s on rank s."""
+        return cls(ranks, (tuple(range(ranks)),))
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """For each rank a row of packed actions, in the order in which the rank executes them."""
+
+    name: str
+    placement: Placement
+    microbatches: int
+    rows: tuple[Row, ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.rows)
+
+    @property
+    def stages(self) -> int:
+        return self.placement.stages
+
+    def actions(self, rank: int) -> Iterator[Action]:
+        return (Action.unpack(code) for code in self.rows[rank])
+
+    def __len__(self) -> int:
+        return sum(len(row) for row in self.rows)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Program):
+            return NotImplemented
+        same = (self.name, self.placement, self.microbatches) == (other.name, other.placement, other.microbatches)
+        return same and len(self.rows) == len(other.rows) and all(map(np.array_equal, self.rows, other.rows))
+
+    @classmethod
+    def of(cls, name: str, placement: Placement, microbatches: int, rows: Sequence[Sequence[Action]]) -> Program:
+        """Pack rows of actions."""
+        packed = tuple(np.array([a.pack() for a in row], dtype=np.int64) for row in rows)
+        return cls(name, placement, microbatches, packed)

@@ -1,0 +1,85 @@
+"""Spans and timelines: one type for simulated and for measured time.
+
+A span is something that occupied a rank from `start` to `end`. Simulated timelines carry float64 in the unit of the
+costs; measured ones carry int64 nanoseconds of one clock (CLOCK_MONOTONIC on a host).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Kind(IntEnum):
+    """What a span is. The first ten values equal `Op`'s."""
+
+    F = 0
+    B = 1
+    I = 2  # noqa: E741
+    W = 3
+    SEND_F = 4  # start: the send was issued; end: the call returned (the transfer itself goes on behind it)
+    RECV_F = 5  # start: the receive was posted; end: the call returned
+    SEND_B = 6
+    RECV_B = 7
+    REDUCE = 8  # the replica reduction of a stage, from its launch to its end, in the background: may overlap others
+    STEP = 9  # clip, optimizer step, zeroing: the account's "optimizer"
+    WAIT_F = 16  # waiting for the activation that F(stage, microbatch) needs
+    WAIT_B = 17  # waiting for the gradient that B or I (stage, microbatch) needs
+    WAIT_REDUCE = 18  # waiting at STEP for a stage's replica reduction
+    WAIT_NORM = 19  # waiting at STEP for the other ranks' gradient norms
+    WAIT_DATA = 20  # waiting for the loader, or for a batch's copy to the device
+    WAIT_COUNT = 21  # waiting for the other replicas' counts, before the first backward
+
+
+COMPUTE_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
+
+
+class Span(NamedTuple):
+    rank: int
+    kind: Kind
+    stage: int
+    microbatch: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Spans of one step as parallel arrays of length n, and one window [start, end] per rank.
+
+    `rank, kind, stage, microbatch`: int32. `start, end`: float64 (simulated) or int64 nanoseconds (measured).
+    `windows`: shape [ranks, 2], same dtype as start. Ranks count over replicas: replica * P + pipeline rank.
+    """
+
+    rank: npt.NDArray[np.int32]
+    kind: npt.NDArray[np.int32]
+    stage: npt.NDArray[np.int32]
+    microbatch: npt.NDArray[np.int32]
+    start: npt.NDArray[np.generic]
+    end: npt.NDArray[np.generic]
+    windows: npt.NDArray[np.generic]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.windows)
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    def __iter__(self) -> Iterator[Span]:
+        columns = zip(self.rank, self.kind, self.stage, self.microbatch, self.start, self.end, strict=True)
+        return (Span(int(r), Kind(int(k)), int(s), int(m), a.item(), b.item()) for r, k, s, m, a, b in columns)
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], windows: Sequence[Sequence[float]], measured: bool = False) -> Timeline:
+        """Build from Span tuples; `measured` selects int64 nanoseconds."""
+        time = np.int64 if measured else np.float64
+        columns = list(zip(*spans, strict=True)) if spans else [()] * 6
+        ints = [np.array(c, dtype=np.int32) for c in columns[:4]]
+        times = [np.array(c, dtype=time) for c in columns[4:]]
+        return cls(*ints, *times, np.array(windows, dtype=time).reshape(-1, 2))

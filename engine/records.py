@@ -1,0 +1,64 @@
+"""What a worker tells the parent while it runs: small records of JSON plus integer arrays, never pickles.
+
+    bytes 0..3   length of the header (little endian)
+    header       JSON: {"kind": ..., "meta": {...}, "arrays": [[name, shape], ...]}
+    rest         the arrays, int64 little endian, one after another
+
+| kind         | meta                                                                                                |
+|--------------|-----------------------------------------------------------------------------------------------------|
+| `ready`      | rank, pid, device, threads                                                                          |
+| `step`       | rank, step (0-based), epoch, samples (of the global batch), microbatches, lr, grad_norm (or null),  |
+|              | loss_sum and loss_count (null unless the rank computed the loss), peak_in_flight,                   |
+|              | peak_activation_bytes, bytes_sent_between_stages, reduce_bytes_sent (this step's), window           |
+|              | [start_ns, end_ns]; array `spans`: [n, 5] = kind, stage, microbatch, start_ns, end_ns (n = 0 where  |
+|              | the step was not traced)                                                                            |
+| `evaluation` | rank, step (optimizer steps done), samples, loss_sum, loss_count, correct, scored (null where the   |
+|              | model has no accuracy); only from ranks that computed a loss                                        |
+| `log`        | rank, level (logging's number), logger, message                                                     |
+| `error`      | rank, stage, microbatch, action (null where unknown), own (false: only a peer's death was seen),    |
+|              | peer (the rank waited for, or null), type, message, traceback, time_ns                              |
+| `done`       | rank                                                                                                |
+
+`rank` is the world rank: replica * P + pipeline rank.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+SPAN_COLUMNS = 5
+
+
+class Record(NamedTuple):
+    kind: str
+    meta: dict[str, Any]
+    arrays: dict[str, npt.NDArray[np.int64]]
+
+
+def encode(kind: str, meta: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[np.int64]] | None = None) -> bytes:
+    """Pack one record."""
+    little = {name: np.ascontiguousarray(a, dtype="<i8") for name, a in (arrays or {}).items()}
+    shapes = [[name, list(a.shape)] for name, a in little.items()]
+    header = json.dumps({"kind": kind, "meta": dict(meta), "arrays": shapes}).encode()
+    return b"".join([struct.pack("<I", len(header)), header, *(a.tobytes() for a in little.values())])
+
+
+def decode(data: bytes) -> Record:
+    """Unpack one record; ValueError where the bytes are not one."""
+    try:
+        (length,) = struct.unpack_from("<I", data)
+        header = json.loads(data[4 : 4 + length])
+        arrays, at = {}, 4 + length
+        for name, shape in header["arrays"]:
+            size = int(np.prod(shape, dtype=np.int64))
+            arrays[name] = np.frombuffer(data, dtype="<i8", count=size, offset=at).reshape(shape).astype(np.int64)
+            at += 8 * size
+        return Record(header["kind"], header["meta"], arrays)
+    except (struct.error, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"not a record: {data[:40]!r}... ({error})") from error

@@ -1,0 +1,79 @@
+"""Point-to-point between ranks: one ordered channel per direction and purpose, the same interface for all backends.
+
+    Transport.open([(src, dst, label), ...])      every rank passes the same full list, in the same order
+    Channel.isend / irecv -> Work                 k-th send meets k-th receive; neither call blocks
+    Work.wait()                                   raises PeerLost or PeerTimeout, naming the channel
+
+A channel carries contiguous tensors whose size both ends know. What the bytes mean is `boundary`'s business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class Edge(NamedTuple):
+    """A directed channel between two world ranks. `label` tells channels of one pair apart, e.g. "F" or "ring0"."""
+
+    src: int
+    dst: int
+    label: str
+
+
+class PeerError(RuntimeError):
+    """A wait could not end because of the other side; never the first cause of a failure. `peer` is its world rank."""
+
+    def __init__(self, message: str, peer: int | None) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+class PeerLost(PeerError):
+    """The other side closed its end."""
+
+
+class PeerTimeout(PeerError):
+    """The other side stayed silent for longer than the time limit."""
+
+
+class Work(Protocol):
+    """An operation under way. It keeps its tensor alive until waited for."""
+
+    def wait(self) -> None: ...
+
+
+class Channel(Protocol):
+    """One end of an edge. `bytes_sent` counts payload bytes of isend."""
+
+    edge: Edge
+    bytes_sent: int
+
+    def isend(self, tensor: Tensor) -> Work: ...
+
+    def irecv(self, tensor: Tensor) -> Work: ...
+
+
+class Transport(Protocol):
+    """A rank's ends of all channels."""
+
+    rank: int
+    world: int
+
+    def open(self, edges: Sequence[Edge]) -> None:
+        """Connect this rank's ends, in list order. Called once, by all ranks, with the same list."""
+
+    def channel(self, edge: Edge) -> Channel: ...
+
+    def all_reduce(self, tensor: Tensor, members: Sequence[int], label: str) -> Work:
+        """The backend's own sum over `members` (sorted world ranks), in place. Groups are opened by `open_group`."""
+
+    def open_group(self, members: Sequence[int], label: str) -> None: ...
+
+    def close(self) -> None:
+        """Orderly, after the last wait."""
+
+    def abort(self) -> None:
+        """At once, from any thread: every wait of this rank raises PeerLost. Never waits for a peer."""

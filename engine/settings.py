@@ -1,0 +1,77 @@
+"""What a run is asked to do, as plain frozen dataclasses: the whole configuration after it has been checked.
+
+`engine.config` fills these from Hydra; everything behind it sees only these. Groups whose keys belong to a `_target_`
+(model, data, optimizer, lr_scheduler) or to a registry entry (schedule, partition) stay dictionaries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    ranks: int = 2
+    microbatches: int = 4
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
+class AllReduce:
+    name: str = "ring"
+    bucket_bytes: int = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class Train:
+    steps: int | None = 20
+    epochs: int | None = None
+    global_batch_size: int = 32
+    clip_norm: float | None = None
+    accumulate: int = 1
+
+
+@dataclass(frozen=True)
+class Eval:
+    every: int | None = None  # optimizer steps between evaluations; null: once, at the end; 0: never
+    batch_size: int | None = None  # samples per evaluation batch over all replicas; null: the training's
+
+
+@dataclass(frozen=True)
+class Trace:
+    every: int = 1
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    costs: dict[str, Any] = field(default_factory=dict)  # forward, input_backward, weight_backward, transfer
+
+
+@dataclass(frozen=True)
+class Settings:
+    mode: str = "train"
+    launch: str = "processes"
+    seed: int = 0
+    device: str = "auto"
+    precision: str = "fp32"
+    threads_per_worker: int | None = None  # null: OMP_NUM_THREADS, else cores / workers, at least 1
+    timeout_s: float = 600.0
+    recompute: str = "none"
+    schedule: dict[str, Any] = field(default_factory=dict)  # name, chunks, options of the schedule
+    model: dict[str, Any] = field(default_factory=dict)  # _target_, its keywords, loss: {_target_: ...}, split
+    partition: dict[str, Any] = field(default_factory=dict)  # name: model | manual | uniform | parameters | time; split
+    data: dict[str, Any] = field(default_factory=dict)  # _target_, keywords, workers, pin_memory, shuffle, evaluation
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    lr_scheduler: dict[str, Any] | None = None
+    allreduce: AllReduce = field(default_factory=AllReduce)
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    data_parallel: DataParallel = field(default_factory=DataParallel)
+    train: Train = field(default_factory=Train)
+    eval: Eval = field(default_factory=Eval)
+    trace: Trace = field(default_factory=Trace)
+    plan: PlanSettings = field(default_factory=PlanSettings)
