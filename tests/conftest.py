@@ -1,0 +1,56 @@
+"""What every test gets: one torch thread, repeatable examples in CI, and no child process left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)  # bitwise comparisons need one order of additions, and the suite shares two cores
+
+settings.register_profile("default", deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+LEAVE_SECONDS = 5.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def children() -> dict[int, str]:
+    """Process id -> command line of every child of this process, zombies left out. Empty where there is no /proc."""
+    found = {}
+    for task in Path("/proc/self/task").glob("*/children"):
+        for pid in task.read_text().split():
+            try:
+                state = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0]
+                command = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            # multiprocessing's tracker of semaphores is meant to outlive its users.
+            if state != "Z" and "resource_tracker" not in command:
+                found[int(pid)] = command.strip()
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_children_left() -> Iterator[None]:
+    """Fail a test that leaves a child process behind; a short while is given to those that are just ending."""
+    before = children().keys()
+    yield
+    deadline = time.monotonic() + LEAVE_SECONDS
+    while left := {pid: command for pid, command in children().items() if pid not in before}:
+        if time.monotonic() > deadline:
+            pytest.fail(f"child processes left behind: {left}")
+        time.sleep(0.02)
