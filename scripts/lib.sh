@@ -1,0 +1,60 @@
+# Shared by the scripts beside this file. Sourced, never run.
+#
+# ensure_venv   leaves $venv/bin/python able to run the checkout: made and installed once, installed again only when
+#               pyproject.toml or constraints.txt has changed, the checkout has moved, or an install did not finish.
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+venv="$root/.venv"
+
+say() { printf '%s\n' "$*" >&2; }
+
+# Prints a Python that is new enough: $PYTHON where set, else the first on the PATH.
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.11 python3.12 python3.13 python3.14 python; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            printf '%s\n' "$candidate"
+            return
+        fi
+    done
+    say "error: no Python 3.11 or newer found (tried ${PYTHON:+$PYTHON, }python3, python3.11 to python3.14, python)."
+    say "Install one, or name it: PYTHON=/path/to/python $0"
+    return 1
+}
+
+# What an install depends on; the checkout's own path too, because an editable install points at it.
+fingerprint() { { printf '%s\n' "$root"; cat "$root/pyproject.toml" "$root/constraints.txt"; } | cksum; }
+
+installed() { [[ -x "$venv/bin/python" && "$(cat "$venv/.installed" 2>/dev/null)" == "$1" ]]; }
+
+ensure_venv() {
+    local want python
+    want="$(fingerprint)"
+    if installed "$want"; then return; fi
+    python="$(find_python)"
+
+    # The lock belongs to descriptor 9 of this shell, so it ends with this shell however that ends.
+    exec 9>"$root/.venv.lock"
+    if ! "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)' 2>/dev/null; then
+        say "waiting for another install in this checkout to finish"
+        "$python" -c 'import fcntl; fcntl.flock(9, fcntl.LOCK_EX)'
+    fi
+    if ! installed "$want"; then install "$want" "$python"; fi
+    exec 9>&-
+}
+
+# The stamp is removed first and written last: an interrupted install is seen as none.
+install() {
+    local pip=("$venv/bin/python" -m pip --disable-pip-version-check)
+    rm -f "$venv/.installed"
+    if ! "${pip[@]}" --version >/dev/null 2>&1; then
+        say "making $venv with $("$2" --version)"
+        "$2" -m venv --clear "$venv"
+    fi
+    say "installing the engine and its pinned dependencies into $venv (the first time takes some minutes)"
+    # The build backend comes from the pins as well, so nothing unpinned is fetched to build with.
+    "${pip[@]}" install --quiet -c "$root/constraints.txt" hatchling
+    "${pip[@]}" install --quiet -c "$root/constraints.txt" --no-build-isolation -e "$root[dev]"
+    printf '%s\n' "$1" >"$venv/.installed"
+    say "installed"
+}

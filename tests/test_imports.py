@@ -1,0 +1,201 @@
+"""The borders between the parts, read from every import statement, and a few other rules of the house."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OURS = {"engine", "models", "conf"}
+MAX_LINES = 400
+
+# Part -> what of ours it may import. A part is the longest entry that its module begins with.
+ALLOWED = {
+    "engine": set(),
+    "engine.settings": set(),
+    "engine.job": {"engine.plan", "engine.settings"},
+    "engine.records": {"engine.plan"},
+    "engine.targets": set(),
+    "engine.plan": set(),
+    "engine.collectives": {"engine.runtime.transport"},
+    "engine.runtime": {
+        "engine.plan", "engine.collectives", "engine.job", "engine.settings", "engine.records", "engine.targets",
+    },
+    "engine.report": {"engine.plan", "engine.records", "engine.settings"},
+    "engine.config": {"engine", "models", "conf"},
+    "engine.cli": {"engine", "models", "conf"},
+    "engine.__main__": {"engine"},
+    "models": set(),
+    "conf": set(),
+}  # fmt: skip
+
+# Part -> libraries that it must not import. Only cli, config and __main__ see Hydra.
+HYDRA = {"hydra", "omegaconf"}
+BOARD = {"tensorboard", "torch.utils.tensorboard"}
+FORBIDDEN = {
+    "engine": HYDRA | BOARD,
+    "engine.plan": HYDRA | BOARD | {"torch"},
+    "engine.report": HYDRA | {"torch"},
+    "engine.settings": HYDRA | BOARD | {"torch"},
+    "engine.job": HYDRA | BOARD | {"torch"},
+    "engine.records": HYDRA | BOARD | {"torch"},
+    "engine.cli": BOARD,
+    "engine.config": BOARD,
+    "engine.__main__": BOARD,
+    "models": HYDRA | BOARD,
+    "conf": HYDRA | BOARD | {"torch"},
+}
+# File -> the one library that it may import all the same.
+EXEMPT = {"engine.report.board": "torch.utils.tensorboard"}
+
+
+def within(name: str, part: str) -> bool:
+    return name == part or name.startswith(part + ".")
+
+
+def part_of(module: str, table: dict[str, set[str]]) -> str:
+    """The longest entry of `table` that `module` lies in."""
+    return max((part for part in table if within(module, part)), key=len)
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(source: str, module: str, is_package: bool) -> Iterator[str]:
+    """Every module that `source` imports, at any depth; `from a import b` gives `a.b`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                up = module.split(".")[: None if is_package and node.level == 1 else is_package - node.level]
+                base = ".".join([*up, *filter(None, [node.module])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in {"importlib.import_module", "__import__"}:
+            # A computed name (a user's `_target_`) cannot be read; a literal one is an import like any other.
+            yield from (str(arg.value) for arg in node.args[:1] if isinstance(arg, ast.Constant))
+
+
+def violations(source: str, module: str, is_package: bool = False) -> list[str]:
+    """The rules of `ALLOWED` and `FORBIDDEN` that the file breaks, a line each."""
+    mine, found = part_of(module, ALLOWED), []
+    forbidden = FORBIDDEN[part_of(module, FORBIDDEN)]
+    for name in imports(source, module, is_package):
+        if name.split(".")[0] in OURS:
+            home = mine if mine != "engine" else module
+            if not any(within(name, part) for part in {home, *ALLOWED[mine]}):
+                found.append(f"{module} imports {name}; {mine} may import only {sorted(ALLOWED[mine]) or 'itself'}")
+        elif any(within(name, library) for library in forbidden):
+            exempt = EXEMPT.get(module)
+            if exempt is None or not within(name, exempt):
+                found.append(f"{module} imports {name}; {mine} must not")
+    return found
+
+
+SOURCES = sorted(path for part in OURS for path in (ROOT / part).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_imports_keep_to_the_borders(path: Path) -> None:
+    found = violations(path.read_text(), module_name(path), path.name == "__init__.py")
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "good"),
+    [
+        ("engine.plan.verify", "from engine.plan.actions import Op", True),
+        ("engine.plan.verify", "import torch.nn as nn", False),
+        ("engine.plan.verify", "def f():\n    from engine.job import Job", False),
+        ("engine.plan.schedules.gpipe", "from ..actions import Op", True),
+        ("engine.plan.schedules.gpipe", "from ...runtime import launch", False),
+        ("engine.plan.schedules.gpipe", "from .. import actions", True),
+        ("engine.runtime.worker", "import omegaconf", False),
+        ("engine.runtime.worker", "if True:\n    from torch.utils.tensorboard import SummaryWriter", False),
+        ("engine.runtime.worker", "from torch.utils import tensorboard", False),
+        ("engine.runtime.worker", "import importlib\nimportlib.import_module('hydra')", False),
+        ("engine.runtime.worker", "from engine.report import board", False),
+        ("engine.runtime.worker", "import torch", True),
+        ("engine.report.board", "from torch.utils.tensorboard import SummaryWriter", True),
+        ("engine.report.board", "import torch", False),
+        ("engine.report.draw", "from torch.utils.tensorboard import SummaryWriter", False),
+        ("engine.collectives.ring", "from engine.runtime.transport import Channel", True),
+        ("engine.collectives.ring", "from engine.runtime import executor", False),
+        ("engine.newfile", "import hydra", False),
+        ("engine.newfile", "from engine.plan import actions", False),
+        ("engine.cli", "import hydra\nfrom engine.runtime import launch", True),
+        ("models.resnet", "from torch import nn", True),
+        ("models.resnet", "from models import data", True),
+        ("models.resnet", "from engine.targets import locate", False),
+    ],
+)
+def test_the_rule_itself(module: str, source: str, good: bool) -> None:
+    assert (not violations(source, module)) is good
+
+
+def test_relative_imports_of_a_package_start_at_itself() -> None:
+    assert list(imports("from . import gpipe\nfrom ..text import x", "engine.plan.schedules", True)) == [
+        "engine.plan.schedules.gpipe",
+        "engine.plan.text.x",
+    ]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_files_stay_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if within(module_name(p), "engine")], ids=module_name)
+def test_nothing_that_was_sent_or_stored_is_unpickled(path: Path) -> None:
+    """multiprocessing hands the job to our own children; apart from that nothing here may run code from bytes."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        assert called not in {"pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.loads"}, called
+        assert not called.endswith(("recv_object_list", "broadcast_object_list", "all_gather_object")), called
+        if called == "torch.load":
+            safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
+            assert safe, f"line {node.lineno}: torch.load needs weights_only=True"
+
+
+PRIVATE = [
+    re.compile(r"(?<![\w.~/$}])/(home|root|work|opt|Users|mnt|srv)/\w"),  # a path of somebody's machine
+    re.compile(r"https?://[\w.-]*(pypi|pythonhosted|/simple)\b|\b(extra-)?index-url\b|\bfind-links\s*="),
+]
+
+
+def tracked() -> list[str]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return [name for name in listed.stdout.split("\0") if name]
+
+
+def test_tracked_files_name_no_machine_and_no_registry() -> None:
+    names = tracked()
+    if not names:
+        pytest.skip("not a git checkout")
+    found = []
+    for name in names:
+        try:
+            lines = (ROOT / name).read_text().splitlines()
+        except (UnicodeDecodeError, FileNotFoundError):
+            continue
+        if name == "tests/test_imports.py":
+            continue
+        found += [
+            f"{name}:{n}: {line.strip()}" for n, line in enumerate(lines, 1) if any(p.search(line) for p in PRIVATE)
+        ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("text", ["see /home/ann/x", "'/root/y'", "--extra-index-url z", "https://pypi.org/simple"])
+def test_private_patterns_match(text: str) -> None:
+    assert any(pattern.search(text) for pattern in PRIVATE)

@@ -1,0 +1,164 @@
+"""scripts/: the virtual environment is made once, again after a change or an interruption, and by one caller at a time.
+
+Python and pip are stood in for by a shell script that logs how it was called, so nothing is downloaded here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[1]
+
+# As python3 it makes a venv that holds a copy of itself; as the venv's python it logs folder and arguments.
+STAND_IN = """#!/bin/bash
+case "$1" in
+    -c) exec "{python}" "$@" ;;
+    --version) echo "Python stand-in" ;;
+    -m) if [[ "$2" == venv ]]; then mkdir -p "${{@: -1}}/bin" && cp "$0" "${{@: -1}}/bin/python"; fi
+        [[ "$*" == *"pip"*"--version" ]] && exit 0
+        echo "$PWD|$*" >> "{log}"
+        if [[ "$2" == pip ]]; then sleep 0.1; [[ ! -e "{broken}" ]]; fi ;;
+esac
+"""
+
+
+class Checkout:
+    """A folder with our scripts, and a PATH on which python3 is the stand-in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "check out"  # a blank in the path
+        self.log, self.broken, self.bin = folder / "log", folder / "broken", folder / "bin"
+        self.bin.mkdir()
+        shutil.copytree(CHECKOUT / "scripts", self.root / "scripts")
+        for name in ("pyproject.toml", "constraints.txt"):
+            shutil.copy(CHECKOUT / name, self.root)
+        stand_in = STAND_IN.format(python=sys.executable, log=self.log, broken=self.broken)
+        (self.bin / "python3").write_text(stand_in)
+        (self.bin / "python3").chmod(0o755)
+        self.env = {**os.environ, "PATH": f"{self.bin}:/usr/bin:/bin"}
+        self.env.pop("PYTHON", None)
+
+    def start(self, script: str, *args: str, cwd: Path | None = None) -> subprocess.Popen[str]:
+        command = [str(self.root / "scripts" / script), *args]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=cwd or self.root, env=self.env, stdout=pipe, stderr=pipe, text=True)
+
+    def call(self, script: str, *args: str, cwd: Path | None = None) -> tuple[int, str]:
+        process = self.start(script, *args, cwd=cwd)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out + err
+
+    def calls(self, word: str) -> list[str]:
+        return [line for line in self.log.read_text().splitlines() if word in line]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+def test_first_call_installs_and_second_does_not(checkout: Checkout) -> None:
+    code, said = checkout.call("run", "schedule=gpipe")
+    assert code == 0
+    assert "making" in said
+    assert "installing" in said
+    code, said = checkout.call("run", "schedule=gpipe")
+    assert (code, said) == (0, "")
+    assert len(checkout.calls("-m venv")) == 1
+    assert len(checkout.calls("[dev]")) == 1
+    assert all("-c" in line and "constraints.txt" in line for line in checkout.calls("-m pip"))
+
+
+def test_run_passes_arguments_on_in_the_callers_folder(checkout: Checkout, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    checkout.call("run", "schedule=1f1b", "model.name=a b", cwd=folder)
+    assert checkout.calls("-m engine") == [f"{folder}|-m engine schedule=1f1b model.name=a b"]
+
+
+def test_test_passes_arguments_on_in_the_checkout(checkout: Checkout, tmp_path: Path) -> None:
+    checkout.call("test", "-k", "ring", cwd=tmp_path)
+    assert checkout.calls("-m pytest") == [f"{checkout.root}|-m pytest -k ring"]
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
+def test_a_change_of_the_requirements_installs_again_into_the_same_environment(checkout: Checkout, name: str) -> None:
+    checkout.call("run")
+    with (checkout.root / name).open("a") as file:
+        file.write("# changed\n")
+    checkout.call("run")
+    assert len(checkout.calls("[dev]")) == 2
+    assert len(checkout.calls("-m venv")) == 1
+
+
+def test_a_failed_install_ends_the_call_and_is_redone(checkout: Checkout) -> None:
+    checkout.broken.touch()
+    code, _ = checkout.call("run")
+    assert code != 0
+    assert not checkout.calls("-m engine")
+    checkout.broken.unlink()
+    code, said = checkout.call("run")
+    assert code == 0
+    assert "installing" in said
+    assert checkout.calls("-m engine")
+
+
+def test_an_install_that_breaks_an_older_one_is_redone(checkout: Checkout) -> None:
+    checkout.call("run")
+    (checkout.root / "constraints.txt").write_text("torch==2.12\n")
+    checkout.broken.touch()
+    checkout.call("run")
+    checkout.broken.unlink()
+    shutil.copy(CHECKOUT / "constraints.txt", checkout.root)  # back to what the older stamp was for
+    _, said = checkout.call("run")
+    assert "installing" in said
+
+
+def test_simultaneous_calls_install_once(checkout: Checkout) -> None:
+    processes = [checkout.start("run", f"seed={i}") for i in range(4)]
+    said = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4
+    assert sum("installing" in text for text in said) == 1
+    assert len(checkout.calls("[dev]")) == 1
+    assert len(checkout.calls("-m engine")) == 4
+
+
+def test_no_python_is_a_clear_error(checkout: Checkout) -> None:
+    (checkout.bin / "python3").write_text("#!/bin/bash\nexit 1\n")
+    for name in ("bash", "dirname", "cat", "cksum"):
+        (checkout.bin / name).symlink_to(shutil.which(name) or "")
+    checkout.env["PATH"] = str(checkout.bin)
+    code, said = checkout.call("run")
+    assert code != 0
+    assert "no Python 3.11 or newer" in said
+    assert "PYTHON=" in said
+    assert not checkout.log.exists()
+
+
+def test_a_named_python_comes_first(checkout: Checkout) -> None:
+    named = checkout.bin / "my-python"
+    (checkout.bin / "python3").rename(named)
+    (checkout.bin / "python3").write_text("#!/bin/bash\nexit 1\n")
+    checkout.env["PYTHON"] = str(named)
+    code, _ = checkout.call("run")
+    assert code == 0
+
+
+@pytest.mark.parametrize("script", ["scripts/run", "scripts/test", "scripts/check", "scripts/bench", ".ci/run"])
+def test_scripts_are_executable_and_parse(script: str) -> None:
+    path = CHECKOUT / script
+    assert os.access(path, os.X_OK)
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    assert "set -euo pipefail" in path.read_text()
+
+
+def test_ci_runs_the_check_and_the_tests() -> None:
+    text = (CHECKOUT / ".ci" / "run").read_text()
+    assert "scripts/check" in text
+    assert "scripts/test" in text
