@@ -53,8 +53,8 @@ install() {
     fi
     say "installing the engine and its pinned dependencies into $venv (the first time takes some minutes)"
     # The build backend comes from the pins as well, so nothing unpinned is fetched to build with.
-    "${pip[@]}" install --quiet -c "$root/constraints.txt" hatchling
-    "${pip[@]}" install --quiet -c "$root/constraints.txt" --no-build-isolation -e "$root[dev]"
+    "${pip[@]}" install -qq -c "$root/constraints.txt" hatchling
+    "${pip[@]}" install -qq -c "$root/constraints.txt" --no-build-isolation -e "$root[dev]"
     printf '%s\n' "$1" >"$venv/.installed"
     say "installed"
 }
