@@ -38,7 +38,10 @@ class Op(IntEnum):
 
 
 COMPUTE = (Op.F, Op.B, Op.I, Op.W)
+SENDS = (Op.SEND_F, Op.SEND_B)
+RECVS = (Op.RECV_F, Op.RECV_B)
 NO_MICROBATCH = -1
+_FUSED = 1 << 55
 
 
 class Action(NamedTuple):
@@ -57,7 +60,7 @@ class Action(NamedTuple):
         return f"{self.stage}{name}{self.microbatch if self.microbatch >= 0 else ''}"
 
     def pack(self) -> int:
-        return (self.op << 56) | (self.fused << 55) | (self.stage << 32) | (self.microbatch + 1)
+        return (self.op << 56) | (_FUSED * self.fused) | (self.stage << 32) | (self.microbatch + 1)
 
     @classmethod
     def unpack(cls, code: int) -> Action:
@@ -68,6 +71,27 @@ class Action(NamedTuple):
             microbatch=(code & 0xFFFFFFFF) - 1,
             fused=bool((code >> 55) & 1),
         )
+
+
+def pack(op: npt.ArrayLike, stage: npt.ArrayLike, microbatch: npt.ArrayLike) -> Row:
+    """Many actions at once: the arguments broadcast against each other. None of them is fused."""
+    op, stage, microbatch = (np.asarray(a, dtype=np.int64) for a in (op, stage, microbatch))
+    packed: Row = (op << 56) | (stage << 32) | (microbatch + 1)
+    return packed
+
+
+class Fields(NamedTuple):
+    """Many actions taken apart: parallel arrays, int64 and bool."""
+
+    op: Row
+    stage: Row
+    microbatch: Row
+    fused: npt.NDArray[np.bool_]
+
+
+def unpack(row: Row) -> Fields:
+    """The inverse of `pack`, `fused` included."""
+    return Fields(row >> 56, (row >> 32) & 0x7FFFFF, (row & 0xFFFFFFFF) - 1, (row & _FUSED) != 0)
 
 
 @dataclass(frozen=True)
@@ -93,6 +117,11 @@ class Placement:
         way = self.direction[microbatch] if self.direction and microbatch >= 0 else 0
         return self.rank_of[way][stage]
 
+    def rank_table(self, microbatches: int) -> Row:
+        """Which rank runs (stage, micro-batch): shape [S, M]."""
+        way = np.array(self.direction[:microbatches] or [0] * microbatches, dtype=np.int64)
+        return np.array(self.rank_of, dtype=np.int64)[way].T
+
     def stages_of(self, rank: int) -> list[int]:
         """Stages that live on `rank`, ascending, each once."""
         return sorted({s for way in self.rank_of for s, r in enumerate(way) if r == rank})
@@ -104,7 +133,7 @@ class Placement:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class Program:  # noqa: PLW1641 (its arrays do not hash, so it does not either)
     """For each rank a row of packed actions, in the order in which the rank executes them."""
 
     name: str

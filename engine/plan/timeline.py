@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -60,9 +60,9 @@ class Timeline:
     kind: npt.NDArray[np.int32]
     stage: npt.NDArray[np.int32]
     microbatch: npt.NDArray[np.int32]
-    start: npt.NDArray[np.generic]
-    end: npt.NDArray[np.generic]
-    windows: npt.NDArray[np.generic]
+    start: npt.NDArray[Any]
+    end: npt.NDArray[Any]
+    windows: npt.NDArray[Any]
 
     @property
     def ranks(self) -> int:
@@ -80,6 +80,6 @@ class Timeline:
         """Build from Span tuples; `measured` selects int64 nanoseconds."""
         time = np.int64 if measured else np.float64
         columns = list(zip(*spans, strict=True)) if spans else [()] * 6
-        ints = [np.array(c, dtype=np.int32) for c in columns[:4]]
-        times = [np.array(c, dtype=time) for c in columns[4:]]
-        return cls(*ints, *times, np.array(windows, dtype=time).reshape(-1, 2))
+        rank, kind, stage, microbatch = (np.array(c, dtype=np.int32) for c in columns[:4])
+        start, end = (np.array(c, dtype=time) for c in columns[4:])
+        return cls(rank, kind, stage, microbatch, start, end, np.array(windows, dtype=time).reshape(-1, 2))

@@ -1,0 +1,125 @@
+"""From a compute-only program to one that lists its communication, its reductions and its step.
+
+Where each added action stands in a row (u: one computation, or an overlapped pair):
+
+    RECV for u+1 | u | SEND of u | REDUCE after a stage's last u | ... | STEP at the end
+
+A RECV stands where it is *posted*: before the computation that precedes the one which needs it, so that the message
+can travel while the rank computes, and at most one computation ahead. On each directed channel receives are posted in
+the order in which the other side sends (a channel matches by order: the k-th send is the k-th receive); where the two
+orders differ, earlier than one computation ahead.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.plan.actions import COMPUTE, Op, Program, Row, pack
+from engine.plan.dependencies import Flat
+
+Channel = tuple[int, int, str]
+_POST, _COMPUTE, _SEND, _REDUCE, _STEP = range(5)  # order within one unit of a row
+
+
+class _Items(NamedTuple):
+    """Actions with the place they take: sorted by rank, unit, phase, then `turn`. Parallel arrays."""
+
+    codes: Row
+    rank: Row
+    unit: Row
+    phase: Row
+    turn: Row
+
+
+def lower(program: Program, reduce: bool, step: bool) -> Program:
+    """Add SEND and RECV between ranks, REDUCE after each stage's last backward, and STEP at the end of each row.
+
+    `program` is compute-only. Raises ValueError where it is not.
+    """
+    flat = Flat(program)
+    if not flat.having(*COMPUTE).all():
+        raise ValueError(f"program {program.name} is lowered already: it lists more than computations")
+    index = np.arange(len(flat), dtype=np.int64)
+    second = np.zeros(len(flat), dtype=np.int64)
+    second[1:] = flat.fused[:-1]
+    unit = np.cumsum(1 - second)
+    parts = [_items(flat.codes, flat.rank, unit, _COMPUTE, index)]
+    parts += [_messages(flat, unit, forward) for forward in (True, False)]
+    if reduce:
+        parts.append(_reductions(flat, unit))
+    if step:
+        parts.append(_steps(program, len(flat)))
+    merged = _Items(*map(np.concatenate, zip(*parts, strict=True)))
+    order = np.lexsort((merged.turn, merged.phase, merged.unit, merged.rank))
+    ends = np.searchsorted(merged.rank[order], np.arange(1, program.ranks))
+    rows = tuple(np.split(merged.codes[order], ends))
+    return Program(program.name, program.placement, program.microbatches, rows)
+
+
+def channels(program: Program) -> list[Channel]:
+    """The directed channels a program uses, as (source rank, destination rank, "F" or "B"), sorted."""
+    flat = Flat(program)
+    used: set[Channel] = set()
+    for forward in (True, False):
+        made, needed = _edges(flat, forward)
+        pairs = np.unique(np.stack([flat.rank[made], flat.rank[needed]], axis=1), axis=0)
+        used.update((int(a), int(b), "F" if forward else "B") for a, b in pairs)
+    return sorted(used)
+
+
+def _items(codes: Row, rank: Row, unit: Row, phase: int, turn: Row) -> _Items:
+    return _Items(codes, rank, unit, np.full(len(codes), phase, dtype=np.int64), turn)
+
+
+def _edges(flat: Flat, forward: bool) -> tuple[Row, Row]:
+    """Computations whose result crosses to another rank, in row order, and those that need it: two index arrays."""
+    ops = (Op.F,) if forward else (Op.B, Op.I)
+    made = np.flatnonzero(flat.having(*ops) & (flat.stage != (flat.program.stages - 1 if forward else 0)))
+    needed = flat.find(*ops)[flat.stage[made] + (1 if forward else -1), flat.microbatch[made]]
+    crossing = (needed >= 0) & (flat.rank[made] != flat.rank[needed])
+    return made[crossing], needed[crossing]
+
+
+def _messages(flat: Flat, unit: Row, forward: bool) -> _Items:
+    """The SENDs and RECVs of one direction."""
+    made, needed = _edges(flat, forward)
+    sends, recvs = (Op.SEND_F, Op.RECV_F) if forward else (Op.SEND_B, Op.RECV_B)
+    posted = _in_channel_order(flat, made, needed)
+    first_unit = unit[np.minimum(flat.offsets[:-1], len(flat) - 1)]
+    early = np.maximum(unit[posted] - 1, first_unit[flat.rank[needed]])
+    send = _items(pack(sends, flat.stage[made], flat.microbatch[made]), flat.rank[made], unit[made], _SEND, made)
+    recv = _items(pack(recvs, flat.stage[needed], flat.microbatch[needed]), flat.rank[needed], early, _POST, posted)
+    return _Items(*map(np.concatenate, zip(send, recv, strict=True)))
+
+
+def _in_channel_order(flat: Flat, made: Row, needed: Row) -> Row:
+    """By which computation each RECV must be there so that none overtakes another on its channel.
+
+    A receive is needed no later than any receive that the sender sends after it: the smallest of these.
+    """
+    channel = flat.rank[made] * flat.program.ranks + flat.rank[needed]
+    order = np.argsort(channel, kind="stable")  # `made` ascends, so the order within a channel is the sender's
+    bounds = np.flatnonzero(np.diff(channel[order])) + 1
+    posted = needed.copy()
+    for part in np.split(order, bounds):
+        posted[part] = np.minimum.accumulate(needed[part][::-1])[::-1]
+    return posted
+
+
+def _reductions(flat: Flat, unit: Row) -> _Items:
+    """One REDUCE per rank and stage, where the stage's gradients are complete."""
+    last: dict[tuple[int, int], int] = {}
+    for index in np.flatnonzero(flat.having(Op.B, Op.W)).tolist():
+        last[int(flat.rank[index]), int(flat.stage[index])] = index
+    at = np.array(list(last.values()), dtype=np.int64)
+    return _items(pack(Op.REDUCE, flat.stage[at], -1), flat.rank[at], unit[at], _REDUCE, at)
+
+
+def _steps(program: Program, after: int) -> _Items:
+    """STEP of each rank's lowest stage, behind all units."""
+    ranks = [rank for rank in range(program.ranks) if program.placement.stages_of(rank)]
+    lowest = [program.placement.stages_of(rank)[0] for rank in ranks]
+    rank = np.array(ranks, dtype=np.int64)
+    return _items(pack(Op.STEP, lowest, -1), rank, np.full(len(rank), after + 1), _STEP, rank)

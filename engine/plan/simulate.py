@@ -1,0 +1,147 @@
+"""What a program would take: a program and the cost of its actions give a Timeline, and a Timeline its figures.
+
+Every action starts as early as the action before it in its row and the message it waits for allow. A message costs its
+receiver time, not its sender: it arrives `transfer` after the action that made it. Nothing overlaps within a rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.plan.actions import COMPUTE, Op, Placement, Program, Row
+from engine.plan.dependencies import Flat, dependencies, progress
+from engine.plan.timeline import Timeline
+from engine.plan.verify import peak_in_flight
+
+Floats = npt.NDArray[np.float64]
+
+COST_DEFAULTS = {"forward": 1.0, "input_backward": 1.0, "weight_backward": 1.0, "transfer": 0.0}
+
+
+@dataclass(frozen=True, eq=False)
+class Costs:
+    """What actions take, in any unit.
+
+    `duration`: broadcastable to [4, S, M], the first axis in the order F, B, I, W.
+    `transfer`: [S]; a message between stages s and s+1, either way, takes transfer[s] if they are on different ranks.
+    """
+
+    duration: Floats
+    transfer: Floats
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any], placement: Placement, microbatches: int) -> Costs:
+        """From `plan.costs`: forward, input_backward, weight_backward, transfer, each a number or a list of S numbers.
+
+        Costs are those of a rank's slice of the model: with v stages per rank a stage takes 1/v of it. A full backward
+        takes both halves. Raises ValueError for unknown keys, wrong lengths, negative values and what is no number.
+        """
+        if unknown := sorted(set(settings) - set(COST_DEFAULTS)):
+            raise ValueError(
+                f"plan.costs has no key {', '.join(map(repr, unknown))}; its keys: {', '.join(COST_DEFAULTS)}"
+            )
+        stages = placement.stages
+        chunks = max(1, stages // placement.ranks)
+        values = {key: _numbers(key, settings.get(key, default), stages) for key, default in COST_DEFAULTS.items()}
+        forward, half, weight = (values[k] / chunks for k in ("forward", "input_backward", "weight_backward"))
+        each = np.stack([forward, half + weight, half, weight])[:, :, None]
+        return cls(np.broadcast_to(each, (len(COMPUTE), stages, microbatches)), values["transfer"])
+
+
+def _numbers(key: str, value: Any, stages: int) -> Floats:
+    """A number for every stage, or one number per stage: shape [S]."""
+    many = isinstance(value, Sequence) and not isinstance(value, str)
+    numbers = list(value) if many else [value] * stages
+    if len(numbers) != stages:
+        raise ValueError(f"plan.costs.{key} lists {len(numbers)} numbers for {stages} stages; give {stages}, or one")
+    for number in numbers:
+        real = isinstance(number, (int, float, np.integer, np.floating)) and not isinstance(number, bool)
+        if not real or not math.isfinite(number) or number < 0:
+            raise ValueError(f"plan.costs.{key}={value!r}: {number!r} is not a number of 0 or more")
+    return np.array(numbers, dtype=np.float64)
+
+
+def compute_only(program: Program) -> Program:
+    """The same program without communication, reductions and steps."""
+    rows = tuple(row[(row >> 56) <= Op.W] for row in program.rows)
+    return Program(program.name, program.placement, program.microbatches, rows)
+
+
+def simulate(program: Program, costs: Costs) -> Timeline:
+    """The timeline of a verified program: one float64 span per computation. Communication that it lists is ignored.
+
+    Raises ValueError where the program cannot run to its end.
+    """
+    flat = Flat(compute_only(program))
+    waits = dependencies(flat)
+    shape = (len(COMPUTE), program.stages, program.microbatches)
+    duration = np.broadcast_to(costs.duration, shape)[flat.op, flat.stage, flat.microbatch].astype(np.float64)
+    done = progress(flat, waits, duration, _delays(flat, waits.neighbour, costs.transfer))
+    if (done.heads < flat.offsets[1:]).any():
+        raise ValueError(f"program {program.name} cannot run to its end; verify() says why")
+    makespan = float(done.end.max(initial=0.0))
+    columns = (flat.rank, flat.op, flat.stage, flat.microbatch)
+    rank, kind, stage, microbatch = (column.astype(np.int32) for column in columns)
+    windows = np.tile(np.array([0.0, makespan]), (program.ranks, 1))
+    return Timeline(rank, kind, stage, microbatch, done.start, done.end, windows)
+
+
+def _delays(flat: Flat, neighbour: Row, transfer: Floats) -> Floats:
+    """What each action's message takes on its way: the edge's transfer where it crosses ranks, else 0."""
+    edge = np.where(flat.op == Op.F, flat.stage - 1, flat.stage)
+    crossing = (neighbour >= 0) & (flat.rank != flat.rank[neighbour])
+    delays: Floats = np.where(crossing, np.asarray(transfer, dtype=np.float64)[edge], 0.0)
+    return delays
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """`busy` + `idle` = makespan. `cost`: from the start of the rank's first action to the end of its last."""
+
+    busy: float
+    idle: float
+    cost: float
+    peak_in_flight: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The figures of a timeline, in the unit of its costs.
+
+    `bubble_fraction`: 1 - busy time over (ranks x makespan). `bubble_cost`: the largest rank cost.
+    `bubble_rate`: (largest cost - largest busy time) / largest cost, as in the zero-bubble papers (arXiv 2401.10241).
+    """
+
+    bubble_fraction: float
+    bubble_rate: float
+    bubble_cost: float
+    makespan: float
+    per_rank: tuple[RankFigures, ...]
+
+
+def figures(program: Program, timeline: Timeline) -> Figures:
+    """Bubble, makespan and peaks of a simulated program."""
+    ranks = program.ranks
+    lasts = timeline.end - timeline.start
+    busy = np.bincount(timeline.rank, weights=lasts, minlength=ranks)
+    first, last = np.full(ranks, np.inf), np.full(ranks, -np.inf)
+    np.minimum.at(first, timeline.rank, timeline.start)
+    np.maximum.at(last, timeline.rank, timeline.end)
+    cost = np.where(np.isfinite(first), last - first, 0.0)
+    makespan, largest = float(last.max(initial=0.0)), float(cost.max(initial=0.0))
+    peaks = peak_in_flight(program)
+    return Figures(
+        bubble_fraction=1 - float(busy.sum()) / (ranks * makespan) if makespan else 0.0,
+        bubble_rate=1 - float(busy.max()) / largest if largest else 0.0,
+        bubble_cost=largest,
+        makespan=makespan,
+        per_rank=tuple(
+            RankFigures(float(b), makespan - float(b), float(c), p) for b, c, p in zip(busy, cost, peaks, strict=True)
+        ),
+    )

@@ -1,0 +1,81 @@
+"""What `plan.json` and the terminal say of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from engine.plan.actions import Placement, Program
+from engine.plan.simulate import Costs, Figures
+from engine.plan.text import cells, grid
+from engine.plan.timeline import Timeline
+
+MOST_LISTED = 100_000  # actions; above it plan.json names the CSV instead of listing the program
+CSV_NAME = "program.csv"
+
+
+def plan_summary(
+    program: Program,
+    lowered: Program,
+    costs: Costs,
+    timeline: Timeline,
+    figures: Figures,
+    layer_names_by_stage: Sequence[Sequence[str]] | None = None,
+) -> dict[str, Any]:
+    """The content of `plan.json`; times in units of the costs. `program` and `lowered`: per rank a list of actions."""
+    content: dict[str, Any] = {
+        "schedule": program.name,
+        "ranks": program.ranks,
+        "stages": program.stages,
+        "microbatches": program.microbatches,
+        "placement": _placement(program.placement),
+        "partition": [list(names) for names in layer_names_by_stage] if layer_names_by_stage is not None else None,
+        "bubble_fraction": figures.bubble_fraction,
+        "bubble_rate": figures.bubble_rate,
+        "bubble_cost": figures.bubble_cost,
+        "makespan": figures.makespan,
+        "per_rank": [
+            {"rank": rank, "busy": f.busy, "idle": f.idle, "cost": f.cost, "peak_in_flight": f.peak_in_flight}
+            for rank, f in enumerate(figures.per_rank)
+        ],
+        "actions": len(program),
+    }
+    if program.placement.direction:
+        content["direction"] = list(program.placement.direction)
+    if len(program) > MOST_LISTED:
+        return content | {"program_csv": CSV_NAME}
+    return content | {"program": _listed(program), "lowered": _listed(lowered)}
+
+
+def _placement(placement: Placement) -> list[int] | list[list[int]]:
+    """Over stages: a rank, or a rank per direction where stages have copies."""
+    if placement.copies == 1:
+        return list(placement.rank_of[0])
+    return [list(ranks) for ranks in zip(*placement.rank_of, strict=True)]
+
+
+def _listed(program: Program) -> list[list[str]]:
+    return [cells(program, rank) for rank in range(program.ranks)]
+
+
+def plan_text(program: Program, timeline: Timeline, figures: Figures, width: int = 120) -> str:
+    """The plan for a terminal: the timeline drawn, a table per rank, the figures."""
+    sizes = f"{program.ranks} ranks, {program.stages} stages, {program.microbatches} micro-batches"
+    lines = [
+        f"{program.name}: {sizes}, {len(program)} computations",
+        "",
+        grid(timeline, width=width),
+        "",
+        "rank        busy        idle   peak in flight",
+    ]
+    lines += [
+        f"{rank:>4}  {f.busy:>10.6g}  {f.idle:>10.6g}   {f.peak_in_flight:>14}"
+        for rank, f in enumerate(figures.per_rank)
+    ]
+    lines += [
+        "",
+        f"makespan         {figures.makespan:.6g}",
+        f"bubble fraction  {figures.bubble_fraction:.4f}   (idle over ranks x makespan)",
+        f"bubble rate      {figures.bubble_rate:.4f}   (of the largest rank cost, {figures.bubble_cost:.6g})",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,227 @@
+"""Programs as text: the `2F0` grammar, the CSV dialect of torch.distributed.pipelining, and grids to read.
+
+A CSV file has one row per rank and one action per cell. An overlapped pair is one cell, `(0F7;7B3)OVERLAP_F_B`,
+executed in the order in which it is written. Every cell is matched as a whole: torch reads `2F0&1B3` as `2F0`.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.plan.actions import COMPUTE, NO_MICROBATCH, Action, Op, Placement, Program, Row
+from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
+
+_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|STEP|UNSHARD|RESHARD|F|B|I|W)(\d*)")
+_PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
+_SHARDING = ("UNSHARD", "RESHARD")  # torch lists them for FSDP whether or not a stage is sharded; nothing to do here
+_MAX_STAGE, _MAX_MICROBATCH = 2**23 - 1, 2**32 - 2  # what a packed action holds
+
+
+def parse_action(text: str) -> Action:
+    """`2F0`, `1SEND_F3`, `0REDUCE_GRAD`, `0STEP`. Raises ValueError for anything else, a pair included."""
+    match = _ACTION.fullmatch(text.strip())
+    if match is None or match[2] in _SHARDING:
+        raise ValueError(f"{text!r} is not an action; expected stage, operation, micro-batch as in 2F0 or 1SEND_F3")
+    op = Op.REDUCE if match[2] == "REDUCE_GRAD" else Op[match[2]]
+    if bool(match[3]) != (op is not Op.REDUCE) and op is not Op.STEP:
+        raise ValueError(f"{text!r} is not an action: {match[2]} takes {'no' if match[3] else 'a'} micro-batch")
+    stage, microbatch = int(match[1]), int(match[3]) if match[3] else NO_MICROBATCH
+    if stage > _MAX_STAGE or microbatch > _MAX_MICROBATCH:
+        raise ValueError(f"{text!r} is out of range: stages go to {_MAX_STAGE}, micro-batches to {_MAX_MICROBATCH}")
+    return Action(stage, op, microbatch)
+
+
+def parse_cell(text: str) -> tuple[Action, ...]:
+    """The actions of a CSV cell: none (idle, or torch's UNSHARD and RESHARD), one, or an overlapped pair."""
+    text = text.strip()
+    if not text or ((match := _ACTION.fullmatch(text)) and match[2] in _SHARDING):
+        return ()
+    if pair := _PAIR.fullmatch(text):
+        first, second = parse_action(pair[1]), parse_action(pair[2])
+        if first.op not in COMPUTE or second.op not in COMPUTE:
+            raise ValueError(f"{text!r} overlaps something that is not a computation (F, B, I, W)")
+        return first._replace(fused=True), second
+    return (parse_action(text),)
+
+
+def cells(program: Program, rank: int) -> list[str]:
+    """A rank's row as CSV cells."""
+    return [cell for _, cell in _cells(program.actions(rank))]
+
+
+def _cells(actions: Iterator[Action]) -> Iterator[tuple[Op, str]]:
+    for action in actions:
+        if action.fused:
+            yield action.op, f"({action};{next(actions)})OVERLAP_F_B"
+        else:
+            yield action.op, str(action)
+
+
+def to_csv(program: Program, for_torch: bool = False) -> str:
+    """One line per rank. `for_torch` leaves out STEP, and refuses programs that torch cannot express."""
+    if for_torch and program.placement.copies > 1:
+        raise ValueError(
+            f"{program.name} cannot be exported for torch.distributed.pipelining: it keeps {program.placement.copies} "
+            "copies of each stage, and there a stage lives on one rank"
+        )
+    rows = (
+        ",".join(cell for op, cell in _cells(program.actions(rank)) if not (for_torch and op is Op.STEP))
+        for rank in range(program.ranks)
+    )
+    return "".join(row + "\n" for row in rows)
+
+
+def from_csv(text: str, placement: Placement | None = None, name: str = "csv") -> Program:
+    """Read a program. Without `placement` it is inferred from where the computations stand.
+
+    Raises ValueError with row and cell for what is not an action, and where no placement fits.
+    """
+    rows = []
+    for rank, row in enumerate(csv.reader(text.splitlines())):
+        actions: list[Action] = []
+        for column, cell in enumerate(row):
+            try:
+                actions.extend(parse_cell(cell))
+            except ValueError as error:
+                raise ValueError(f"row {rank}, cell {column}: {error}") from None
+        rows.append(actions)
+    compute = [(rank, a) for rank, row in enumerate(rows) for a in row if a.op in COMPUTE]
+    if not compute:
+        raise ValueError("the program is empty: no row holds a computation (F, B, I, W)")
+    microbatches = 1 + max(a.microbatch for _, a in compute)
+    placement = placement or _infer(compute, len(rows), microbatches)
+    return Program.of(name, placement, microbatches, rows)
+
+
+def _infer(compute: Sequence[tuple[int, Action]], ranks: int, microbatches: int) -> Placement:
+    """Where each (stage, micro-batch) first appears; one way through the ranks, or two if micro-batches differ."""
+    stages = 1 + max(a.stage for _, a in compute)
+    if stages * microbatches > 4 * len(compute):
+        raise ValueError(
+            f"only {len(compute)} computations for {stages} stages x {microbatches} micro-batches: "
+            "is a number mistyped?"
+        )
+    table = np.full((microbatches, stages), -1, dtype=np.int64)
+    for rank, a in reversed(compute):
+        table[a.microbatch, a.stage] = rank
+    for stage in range(stages):
+        (seen,) = np.nonzero(table[:, stage] >= 0)
+        if not len(seen):
+            raise ValueError(f"stage {stage} is on no rank, although there is a stage {stages - 1}")
+        table[table[:, stage] < 0, stage] = table[seen[0], stage]
+    ways: dict[tuple[int, ...], int] = {}
+    direction = tuple(ways.setdefault(tuple(row), len(ways)) for row in table.tolist())
+    if len(ways) > 2:
+        raise ValueError(f"micro-batches take {len(ways)} different ways through the ranks; a program has one or two")
+    return Placement(ranks, tuple(ways), direction if len(ways) > 1 else ())
+
+
+# --- grids ----------------------------------------------------------------------------------------------------------
+
+_MAX_ROWS = 32
+_BEFORE = 5  # columns kept in sight before a marked action
+
+
+def grid(what: Program | Timeline, mark: tuple[int, int] | None = None, width: int = 120) -> str:
+    """One row per rank, at most `width` characters wide.
+
+    Of a Timeline: columns are equal slots of time; `.` is idle, `-` continues the action before it.
+    Of a Program: columns are positions in the row, as nothing is known of time.
+    `mark` = (rank, position in the rank's row) gets an arrow below it.
+    """
+    return _program_grid(what, mark, width) if isinstance(what, Program) else _timeline_grid(what, mark, width)
+
+
+def _program_grid(program: Program, mark: tuple[int, int] | None, width: int) -> str:
+    longest = max((len(row) for row in program.rows), default=0)
+    ranks = _window(program.ranks, mark[0] if mark else 0, _MAX_ROWS)
+    head = len(f"rank {program.ranks - 1} | ")
+    begin = max(0, mark[1] - _BEFORE) if mark and 5 * longest + head > width else 0
+    columns: list[list[str]] = []
+    used = head
+    for position in range(begin, longest):
+        column = [_cell(program.rows[rank], position) for rank in ranks]
+        used += 1 + max(map(len, column))
+        if used > width - 4:
+            break
+        columns.append(column)
+    more = longest > begin + len(columns)
+    lines = [["..."] * (begin > 0) + [c[i] for c in columns] + ["..."] * more for i in range(len(ranks))]
+    at = mark[1] - begin + (begin > 0) if mark else None
+    return _render(lines, ranks, program.ranks, mark[0] if mark else None, at)
+
+
+def _cell(row: Row, position: int) -> str:
+    if position >= len(row):
+        return ""
+    action = Action.unpack(row[position])
+    return f"{action}&" if action.fused else str(action)
+
+
+def _timeline_grid(timeline: Timeline, mark: tuple[int, int] | None, width: int) -> str:
+    compute = np.isin(timeline.kind, COMPUTE_KINDS)
+    lasts = (timeline.end - timeline.start)[compute]
+    begin, end = float(timeline.windows.min(initial=0)), float(timeline.windows.max(initial=0))
+    if not len(lasts) or end <= begin:
+        return "(nothing takes any time)"
+    single = all(len(set(timeline.stage[compute & (timeline.rank == r)])) <= 1 for r in range(timeline.ranks))
+    cell = max(len(_label(timeline, int(i), single)) for i in np.flatnonzero(compute))
+    room = max(1, (width - len(f"rank {timeline.ranks - 1} | ")) // (cell + 1))
+    slots = min(room, max(1, round((end - begin) / float(lasts[lasts > 0].min()))))
+    middles: npt.NDArray[np.float64] = begin + (np.arange(slots) + 0.5) * (end - begin) / slots
+    ranks = _window(timeline.ranks, mark[0] if mark else 0, _MAX_ROWS)
+    lines, at = [], None
+    for rank in ranks:
+        spans = np.flatnonzero(compute & (timeline.rank == rank))
+        spans = spans[np.argsort(timeline.start[spans], kind="stable")]
+        active = _active(timeline, spans, middles)
+        lines.append([_slot(timeline, active, k, single).ljust(cell) for k in range(slots)])
+        if mark and rank == mark[0]:
+            at = int(np.searchsorted(middles, float(timeline.start[spans[mark[1]]])))
+    return _render(lines, ranks, timeline.ranks, mark[0] if mark else None, at)
+
+
+def _active(timeline: Timeline, spans: Row, times: npt.NDArray[np.float64]) -> list[int]:
+    """Which of a rank's spans (ordered by start) runs at each time, -1 for none."""
+    if not len(spans):
+        return [-1] * len(times)
+    latest = np.searchsorted(timeline.start[spans], times, side="right") - 1
+    running = (latest >= 0) & (times < timeline.end[spans[latest]])
+    return [int(i) for i in np.where(running, spans[latest], -1)]
+
+
+def _slot(timeline: Timeline, active: Sequence[int], slot: int, single: bool) -> str:
+    if active[slot] < 0:
+        return "."
+    return "-" if slot and active[slot] == active[slot - 1] else _label(timeline, active[slot], single)
+
+
+def _label(timeline: Timeline, span: int, single: bool) -> str:
+    """`F0` where each rank has one stage, else `2F0`."""
+    stage = "" if single else timeline.stage[span]
+    return f"{stage}{Kind(timeline.kind[span]).name}{timeline.microbatch[span]}"
+
+
+def _window(size: int, around: int, most: int) -> range:
+    begin = min(max(0, around - most // 2), max(0, size - most))
+    return range(begin, min(size, begin + most))
+
+
+def _render(lines: list[list[str]], ranks: range, total: int, mark: int | None, at: int | None) -> str:
+    """Align the columns, name the rows, and put an arrow under column `at` of rank `mark`."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    digits = len(str(total - 1))
+    out = []
+    for rank, line in zip(ranks, lines, strict=True):
+        head = f"rank {rank:>{digits}} | "
+        out.append((head + " ".join(c.ljust(w) for c, w in zip(line, widths, strict=True))).rstrip())
+        if rank == mark and at is not None:
+            out.append(" " * (len(head) + sum(widths[:at]) + at) + "^")
+    if hidden := total - len(ranks):
+        out.append(f"... and {hidden} more ranks")
+    return "\n".join(out)
