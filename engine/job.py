@@ -41,6 +41,7 @@ class Layer:
 
     name: str
     parameters: int  # elements
+    trainable: int  # parameter tensors that require grad
     random: bool  # draws random numbers in training (dropout): it is seeded before each forward
 
 

@@ -1,0 +1,212 @@
+"""What crosses from stage to stage: any nesting of tensors, as one flat message.
+
+    ┌ header ──────────────────────────────────────────────┬ tensor 0 ──┬ tensor 1 ──┬ ...
+    │ magic stage mb acknowledged bytes │ present strides… │ 64-aligned │ 64-aligned │
+    └──────────────────────────────────────────────────────┴────────────┴────────────┴ ...
+
+One message per action, whatever the nesting: a hop costs one latency. Its size follows from the `MessageSpec` that
+both ends hold. The header names what is inside, so that a message out of step is found at once; says which gradients
+are absent (an absent gradient is not a gradient of zeros: weight decay would move the parameter); and carries strides,
+because an operator's last digits depend on its operands' memory layout. Tensors that are not dense (slices, expanded)
+travel contiguous. `acknowledged` counts messages consumed on the opposite channel: the sender may release those.
+
+A received tensor is built over its part of the buffer by `set_`, not as a view: views share one version counter, and
+an in-place first layer would then invalidate what its neighbours saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from engine.job import MessageSpec, TensorSpec
+
+_MAGIC = 0x0050_4950_454C_494E
+_FIXED = 5
+_ALIGN = 64
+
+
+class Header(NamedTuple):
+    """The part of a header that says which message this is."""
+
+    stage: int
+    microbatch: int
+    acknowledged: int
+
+
+def describe(value: Any) -> MessageSpec:
+    """The spec of a nesting of (real or fake) tensors and constants."""
+    leaves, tree = pytree.tree_flatten(value)
+    return MessageSpec(tree, tuple(_leaf(leaf) for leaf in leaves))
+
+
+def _leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        return TensorSpec(tuple(leaf.shape), tuple(leaf.stride()), dtype, leaf.requires_grad)
+    if leaf is None or isinstance(leaf, bool | int | float | str):
+        return leaf
+    raise ValueError(
+        f"a {type(leaf).__name__} crosses a stage boundary; tensors, numbers, strings, None and nestings of them can"
+    )
+
+
+def mismatch(value: Any, spec: MessageSpec) -> str | None:
+    """How a nesting differs from its spec (shape, dtype, grad, structure, constants), or None. Strides may differ."""
+    leaves, tree = pytree.tree_flatten(value)
+    if tree != spec.tree:
+        return f"structure {tree} instead of {spec.tree}"
+    for index, (leaf, want) in enumerate(zip(leaves, spec.leaves, strict=True)):
+        if isinstance(want, TensorSpec):
+            if not isinstance(leaf, Tensor):
+                return f"position {index}: {leaf!r} instead of a tensor {list(want.shape)} {want.dtype}"
+            dtype = str(leaf.dtype).removeprefix("torch.")
+            if tuple(leaf.shape) != want.shape or dtype != want.dtype:
+                return f"position {index}: {list(leaf.shape)} {dtype} instead of {list(want.shape)} {want.dtype}"
+            if leaf.requires_grad != want.requires_grad:
+                return f"position {index}: requires_grad {leaf.requires_grad} instead of {want.requires_grad}"
+        elif isinstance(leaf, Tensor) or leaf != want:
+            return f"position {index}: {leaf!r} instead of {want!r}"
+    return None
+
+
+class Layout:
+    """Where each tensor of a message lies in its buffer. `nbytes`: the whole message."""
+
+    def __init__(self, tensors: Sequence[TensorSpec]) -> None:
+        self.tensors = tuple(tensors)
+        self.dtypes = tuple(getattr(torch, t.dtype) for t in self.tensors)
+        words = _FIXED + sum(1 + len(t.shape) for t in self.tensors)
+        self.header_bytes = _aligned(8 * words)
+        self.at = []
+        end = self.header_bytes
+        for spec, dtype in zip(self.tensors, self.dtypes, strict=True):
+            self.at.append(end)
+            end = _aligned(end + torch.Size(spec.shape).numel() * dtype.itemsize)
+        self.nbytes = end
+
+    def _over(self, buffer: Tensor, index: int, strides: Sequence[int]) -> Tensor:
+        dtype = self.dtypes[index]
+        start = self.at[index] // dtype.itemsize
+        whole = torch.empty(0, dtype=dtype, device=buffer.device)
+        return whole.set_(buffer.untyped_storage(), start, self.tensors[index].shape, tuple(strides))
+
+    def pack(self, tensors: Sequence[Tensor | None], header: Header, device: torch.device) -> Tensor:
+        """One uint8 buffer [nbytes] with the header and a copy of every tensor; None: absent."""
+        buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        words = [_MAGIC, header.stage, header.microbatch, header.acknowledged, self.nbytes]
+        for index, tensor in enumerate(tensors):
+            if tensor is None:
+                words += [0, *self.tensors[index].stride]
+                continue
+            strides = dense_strides(tensor)
+            words += [1, *strides]
+            self._over(buffer, index, strides).copy_(tensor)
+        buffer[: 8 * len(words)].view(torch.int64).copy_(torch.tensor(words, dtype=torch.int64))
+        return buffer
+
+    def unpack(self, buffer: Tensor, want: Header) -> tuple[list[Tensor | None], int]:
+        """The tensors over `buffer` (no copy) and the sender's acknowledged count.
+
+        Raises RuntimeError where the message is not the one that `want` names. On a GPU the header is not read (that
+        would stop the host until the transfer is done): strides are the spec's, nothing is absent or acknowledged.
+        """
+        if buffer.device.type != "cpu":
+            return [self._over(buffer, i, t.stride) for i, t in enumerate(self.tensors)], 0
+        words = buffer[: self.header_bytes].view(torch.int64).tolist()
+        if words[0] != _MAGIC or words[4] != self.nbytes or (words[1], words[2]) != (want.stage, want.microbatch):
+            raise RuntimeError(
+                f"expected stage {want.stage}, micro-batch {want.microbatch}, {self.nbytes} bytes, "
+                f"received stage {words[1]}, micro-batch {words[2]}, {words[4]} bytes"
+            )
+        tensors: list[Tensor | None] = []
+        at = _FIXED
+        for index, spec in enumerate(self.tensors):
+            rank = len(spec.shape)
+            present, strides = words[at], words[at + 1 : at + 1 + rank]
+            tensors.append(self._over(buffer, index, strides) if present else None)
+            at += 1 + rank
+        return tensors, words[3]
+
+
+def forward_layout(spec: MessageSpec) -> Layout:
+    """Layout of an activation message."""
+    return Layout(spec.tensors)
+
+
+def backward_layout(spec: MessageSpec) -> Layout:
+    """Layout of the gradients of an activation message: of its tensors that require grad, in order."""
+    return Layout([t for t in spec.tensors if t.requires_grad])
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's own strides where its elements fill a block of memory once each, else those of a contiguous one."""
+    if tensor.is_contiguous():
+        return tensor.stride()
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+        if size == 1:
+            continue
+        if stride != expected:
+            return torch.empty(tensor.shape, device="meta").stride()
+        expected *= size
+    return tensor.stride()
+
+
+class _Gate(torch.autograd.Function):
+    """Lets a received tensor into a stage's graph as a non-leaf, and catches its gradient on the way back.
+
+    A leaf that requires grad may not be changed in place, nor may a view of one; this output may. The gradient is put
+    into `box`; an entry that stays None is absent.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensor: Tensor, box: list[Tensor | None], index: int) -> Tensor:
+        ctx.box, ctx.index = box, index
+        return alias(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:  # type: ignore[override]
+        ctx.box[ctx.index] = grad
+        return None, None, None, None
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """Another tensor over the same memory that is no view of the first: it has a version counter of its own."""
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return whole.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def enter(tensors: Sequence[Tensor | None], spec: MessageSpec, anchor: Tensor) -> tuple[Any, list[Tensor | None]]:
+    """A received message as the input of a stage, and the box into which backward puts its gradients.
+
+    `anchor` is any tensor that requires grad. The box has one entry per tensor of the spec that requires grad.
+    """
+    box: list[Tensor | None] = []
+    leaves: list[Any] = []
+    arrived = iter(tensors)
+    for leaf in spec.leaves:
+        if not isinstance(leaf, TensorSpec):
+            leaves.append(leaf)
+            continue
+        tensor = next(arrived)
+        assert tensor is not None
+        if leaf.requires_grad and torch.is_grad_enabled():
+            box.append(None)
+            leaves.append(_Gate.apply(anchor, tensor, box, len(box) - 1))
+        else:
+            leaves.append(tensor)
+    return pytree.tree_unflatten(leaves, spec.tree), box
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of a nesting, in the order of its spec."""
+    return [leaf for leaf in pytree.tree_flatten(value)[0] if isinstance(leaf, Tensor)]

@@ -1,0 +1,149 @@
+"""What one rank is made of: its device, its stages, its channels, its reducers, its optimizer.
+
+Each rank builds only its own layers, each after seeding from (seed, layer). Channels and groups are opened by all
+ranks in one order, which follows from the job alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.collectives import COLLECTIVES, Collective
+from engine.job import Job
+from engine.plan.lowering import channels
+from engine.runtime.seeds import building
+from engine.runtime.stage import Stage, StageLayer
+from engine.runtime.transport import Edge, Transport
+from engine.runtime.update import Norms
+from engine.targets import build
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
+
+
+def device_of(job: Job, rank: int) -> torch.device:
+    """The device of a world rank: one GPU per rank of a host; threads may share them."""
+    if job.settings.device != "cuda":
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    return torch.device("cuda", local % torch.cuda.device_count())
+
+
+def model_layers(config: Mapping[str, Any]) -> list[tuple[str, Callable[[], nn.Module]]]:
+    """The ordered layers that `model._target_` describes: (dotted name, factory).
+
+    An `nn.Sequential` is taken apart into its children. ValueError for anything else.
+    """
+    keywords = {key: value for key, value in config.items() if key not in ("loss", "split")}
+    made = build(keywords, where="model")
+    if isinstance(made, nn.Sequential):
+        return [(name, lambda child=child: child) for name, child in made.named_children()]  # type: ignore[misc]
+    layers = list(made) if isinstance(made, list | tuple) else []
+    if not layers or not all(isinstance(x, tuple) and len(x) == 2 and callable(x[1]) for x in layers):
+        raise ValueError(
+            f"model._target_ {config.get('_target_')} returned a {type(made).__name__}; "
+            "it must return an nn.Sequential or a list of (dotted name, function that builds the layer)"
+        )
+    return layers
+
+
+def autocast_of(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """The context of every forward under the run's precision."""
+    if precision == "bf16":
+        return lambda: torch.autocast(device.type, torch.bfloat16)
+    return nullcontext
+
+
+def build_stages(job: Job, rank: int, device: torch.device) -> dict[int, Stage]:
+    """The stages of pipeline rank `rank`, on `device`, in the run's parameter dtype."""
+    settings = job.settings
+    factories: list[tuple[str, Callable[[], nn.Module]]] | None = None
+    stages = {}
+    ends = [*job.split[1:], len(job.layers)]
+    for index in job.placement.stages_of(rank):
+        layers = []
+        for number in range(job.split[index], ends[index]):
+            with building(settings.seed, number):
+                factories = factories or model_layers(settings.model)
+                module = factories[number][1]()
+            module.to(device=device, dtype=DTYPES[settings.precision])
+            layers.append(StageLayer(number, job.layers[number].name, module, job.layers[number].random))
+        stage = Stage(index, layers, device, settings.seed)
+        stage.autocast = autocast_of(settings.precision, device)
+        stages[index] = stage
+    return stages
+
+
+class Wiring:
+    """Channels and groups of one rank. `reduction[s]`: the collective of the replicas' copies of its stage s."""
+
+    def __init__(self, job: Job, transport: Transport) -> None:
+        self._transport = transport
+        self._ranks, self._replicas = job.ranks, job.replicas
+        me = transport.rank
+        self.replica, self.rank = divmod(me, job.ranks)
+        owners = {s: job.placement.rank(s) for s in range(job.placement.stages)}
+        groups = {s: [r * job.ranks + owner for r in range(job.replicas)] for s, owner in owners.items()}
+        kind = COLLECTIVES[job.settings.allreduce.name]
+        transport.open(self._edges(job) + [e for s, m in groups.items() for e in kind.edges(m, f"reduce{s}")])
+        self._pipeline = [self.replica * job.ranks + r for r in range(job.ranks)]
+        self._last = groups[job.placement.stages - 1]
+        for replica in range(job.replicas):
+            self._group([replica * job.ranks + r for r in range(job.ranks)], "norms")
+        self._group(self._last, "counts")
+        self.reduction: dict[int, Collective] = {}
+        for s, members in groups.items():
+            if job.settings.allreduce.name == "native":
+                self._group(members, f"reduce{s}")
+            if owners[s] == self.rank:
+                self.reduction[s] = kind(transport, members, f"reduce{s}")
+
+    def _group(self, members: list[int], label: str) -> None:
+        if len(members) > 1 and self._transport.rank in members:
+            self._transport.open_group(members, label)
+
+    @staticmethod
+    def _edges(job: Job) -> list[Edge]:
+        programs = [*job.steps.values(), *job.evaluations.values()]
+        pairs = sorted({channel for program in programs for channel in channels(program)})
+        return [
+            Edge(replica * job.ranks + src, replica * job.ranks + dst, kind)
+            for replica in range(job.replicas)
+            for src, dst, kind in pairs
+        ]
+
+    def sum_over_pipeline(self, vector: torch.Tensor) -> None:
+        """Sum a vector over the ranks of this replica, in place; waits for them."""
+        if self._ranks > 1:
+            self._transport.all_reduce(vector, self._pipeline, "norms").wait()
+
+    def sum_counts(self, count: torch.Tensor) -> Callable[[], None]:
+        """Start the sum of a count over the replicas' last ranks; the returned function waits for it."""
+        if self._replicas == 1:
+            return lambda: None
+        return self._transport.all_reduce(count, self._last, "counts").wait
+
+
+def norms_of(job: Job, stages: Mapping[int, Stage], wiring: Wiring, device: torch.device) -> Norms:
+    """The norm of the whole model, seen from the rank that holds `stages`."""
+    before = [0]
+    for layer in job.layers:
+        before.append(before[-1] + layer.trainable)
+    ends = [*job.split[1:], len(job.layers)]
+    places = [p for s in sorted(stages) for p in range(before[job.split[s]], before[ends[s]])]
+    return Norms(places, before[-1], wiring.sum_over_pipeline, DTYPES[job.settings.precision], device)
+
+
+def build_optimizer(job: Job, parameters: list[nn.Parameter]) -> tuple[Any, Any]:
+    """(optimizer, scheduler or None) over a rank's parameters; (None, None) where it has none."""
+    if not parameters:
+        return None, None
+    optimizer = build(job.settings.optimizer, parameters, where="optimizer")
+    config = job.settings.lr_scheduler
+    scheduler = build(config, optimizer, where="lr_scheduler") if config and config.get("_target_") else None
+    return optimizer, scheduler

@@ -1,0 +1,127 @@
+"""Evaluation: the held-out samples through the same pipeline, forward only, with exact counts.
+
+Training is untouched by it: no gradient, no random number, no statistic of the training changes. Where there are
+replicas each takes its share; those other than the first borrow the first one's buffers (BatchNorm's running
+statistics differ between replicas) and get their own back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.job import Job
+from engine.plan.actions import Action
+from engine.runtime.build import DTYPES, Wiring
+from engine.runtime.executor import Executor, Feed
+from engine.runtime.losses import Loss
+from engine.runtime.microbatch import Batches, offsets, passes, sizes, take
+from engine.runtime.source import dataset, loader, pair, to_device
+from engine.runtime.stage import Draw, Stage
+
+
+class Evaluation:
+    """Runs evaluations of one rank. The held-out data set is built at the first one, on the ends only."""
+
+    def __init__(
+        self,
+        job: Job,
+        replica: int,
+        device: torch.device,
+        executor: Executor,
+        stages: Mapping[int, Stage],
+        wiring: Wiring,
+        loss: Loss,
+    ) -> None:
+        self._job, self._replica, self._device = job, replica, device
+        self._executor, self._stages, self._wiring, self._loss = executor, stages, wiring, loss
+        size = job.settings.eval.batch_size or job.settings.train.global_batch_size
+        self._batches = Batches(job.eval_samples, size, job.replicas, job.settings.seed, shuffle=False)
+        self._first, self._last = 0 in stages, job.placement.stages - 1 in stages
+        self._data: Any = None
+        self._rows: dict[int, list[Action]] = {}
+
+    def run(self, steps_done: int) -> list[dict[str, Any]]:
+        """Evaluate; on the last stage's rank a list of one record (see `engine.records`), else an empty one."""
+        if not self._job.eval_samples:
+            return []
+        own = self._borrow()
+        for stage in self._stages.values():
+            stage.train(False)
+        tally = self._tally()
+        for stage in self._stages.values():
+            stage.train(True)
+        self._restore(own)
+        self._executor.links.limit(0)
+        return [{"step": steps_done} | tally] if self._last else []
+
+    def _tally(self) -> dict[str, Any]:
+        tally: dict[str, Any] = {"samples": 0, "loss_sum": 0.0, "loss_count": 0.0, "correct": 0, "scored": 0}
+        data = self._samples()
+        dtype = DTYPES[self._job.settings.precision]
+        for index in range(self._batches.per_epoch):
+            rows = sizes(self._batches.count(index), self._job.replicas)[self._replica]
+            for piece in passes(rows, 1, self._job.settings.pipeline.microbatches, lambda m: m):
+                given, target = pair(next(data)) if self._first or self._last else (None, None)
+                given = to_device(given, self._device, dtype) if self._first else None
+                target = to_device(target, self._device, dtype) if self._last else None
+                self._executor.run(self._row(len(piece)), self._feed(piece, given, target, tally))
+        return tally
+
+    def _feed(self, piece: list[int], given: Any, target: Any, tally: dict[str, Any]) -> Feed:
+        starts, total = offsets(piece), sum(piece)
+
+        def evaluated(output: Any, expected: Any, microbatch: int) -> None:
+            tally["samples"] += piece[microbatch]
+            tally["loss_sum"] += float(self._loss(output, expected))
+            tally["loss_count"] += self._loss.count(expected, self._job.boundaries["eval", piece[microbatch]][-1])
+            scored = self._loss.scored(output, expected)
+            if scored is None:
+                tally["correct"] = tally["scored"] = None
+            else:
+                tally["correct"] += scored[0]
+                tally["scored"] += scored[1]
+
+        return Feed(
+            sizes=piece,
+            input=lambda m: take(given, starts[m], piece[m], total),
+            target=lambda m: take(target, starts[m], piece[m], total),
+            draw=lambda m: Draw(0, m, self._replica),
+            loss=self._loss,
+            count=lambda: 0.0,
+            evaluated=evaluated,
+        )
+
+    def _samples(self) -> Any:
+        if not (self._first or self._last):
+            return iter(())
+        if self._data is None:
+            self._data = dataset(self._job.settings.data, evaluation=True)
+        count = self._batches.per_epoch
+        return loader(self._job.settings.data, self._data, self._batches, self._replica, count, self._device)
+
+    def _row(self, microbatches: int) -> list[Action]:
+        if microbatches not in self._rows:
+            self._rows[microbatches] = list(self._job.evaluations[microbatches].actions(self._executor.rank))
+        return self._rows[microbatches]
+
+    def _borrow(self) -> list[tuple[Tensor, Tensor]]:
+        """Give every replica the buffers of replica 0; (buffer, its own value) pairs to restore."""
+        if self._job.replicas == 1:
+            return []
+        own = [(b, b.clone()) for s in sorted(self._stages) for _, b in self._stages[s].named_buffers()]
+        for stage in sorted(self._stages):
+            for _, buffer in self._stages[stage].named_buffers():
+                flat = buffer.reshape(-1) if self._replica == 0 else torch.zeros_like(buffer).reshape(-1)
+                flat = flat.clone()
+                self._wiring.reduction[stage].all_reduce(flat)
+                buffer.copy_(flat.view_as(buffer))
+        return own
+
+    @staticmethod
+    def _restore(own: list[tuple[Tensor, Tensor]]) -> None:
+        for buffer, value in own:
+            buffer.copy_(value)

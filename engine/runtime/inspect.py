@@ -1,0 +1,124 @@
+"""What the parent learns of a model without computing anything: layers, sizes, and what crosses each boundary.
+
+The whole model is built and run under torch's FakeTensorMode: shapes, dtypes, strides and which tensors require grad
+come out exactly (also under autocast, where the plain meta device is wrong), and no memory is touched. A layer that
+calls an operator which draws random numbers is marked: it will be seeded before every forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import default_collate
+
+from engine.job import Layer, MessageSpec
+from engine.runtime.boundary import describe
+
+
+class _Draws(TorchDispatchMode):
+    """Notices operators that use a random generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+class FakeModel:
+    """The model under FakeTensorMode: `names`, `modules`, and passes through them."""
+
+    def __init__(
+        self,
+        factories: Callable[[], Sequence[tuple[str, Callable[[], nn.Module]]]],
+        device: torch.device,
+        dtype: torch.dtype,
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._device, self._dtype, self._autocast = device, dtype, autocast
+        self._draws: set[int] = set()
+        with self._mode, torch.device(device):
+            made = factories()
+            self.names = [name for name, _ in made]
+            self.modules = [_built(name, factory).to(dtype) for name, factory in made]
+        if len(set(self.names)) != len(self.names):
+            twice = sorted({n for n in self.names if self.names.count(n) > 1})
+            raise ValueError(f"layer names must differ; given more than once: {', '.join(twice)}")
+
+    @property
+    def parameters(self) -> list[int]:
+        """Elements per layer."""
+        return [sum(p.numel() for p in module.parameters()) for module in self.modules]
+
+    def layers(self) -> tuple[Layer, ...]:
+        """What the job holds of each layer. Call it after a training pass, which finds the layers that draw."""
+        return tuple(
+            Layer(
+                name,
+                sum(p.numel() for p in m.parameters()),
+                sum(p.requires_grad for p in m.parameters()),
+                i in self._draws,
+            )
+            for i, (name, m) in enumerate(zip(self.names, self.modules, strict=True))
+        )
+
+    def boundaries(self, sample: Any, rows: int, split: Sequence[int], training: bool) -> tuple[MessageSpec, ...]:
+        """What each stage of `split` hands on for a micro-batch of `rows` samples like `sample`.
+
+        `sample`: the input of one item of the data set. ValueError naming the layer that cannot run.
+        """
+        ends = {start - 1 for start in split[1:]} | {len(self.modules) - 1}
+        specs = []
+        with self._mode, torch.set_grad_enabled(training), self._autocast():
+            value = self._batch(sample, rows)
+            for index, module in enumerate(self.modules):
+                module.train(training)
+                value = self._through(index, module, value, rows)
+                if index in ends:
+                    specs.append(describe(value))
+        return tuple(specs)
+
+    def _through(self, index: int, module: nn.Module, value: Any, rows: int) -> Any:
+        try:
+            with _Draws() as draws:
+                result = module(value)
+        except Exception as error:
+            given = ", ".join(f"{list(t.shape)} {t.dtype}" for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
+            raise ValueError(
+                f"layer {self.names[index]!r} fails on a micro-batch of {rows} samples (its input: {given}): "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if draws.seen:
+            self._draws.add(index)
+        return result
+
+    def _batch(self, sample: Any, rows: int) -> Any:
+        """A fake batch of `rows` items like `sample`, collated as a DataLoader does."""
+
+        def widen(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            dtype = self._dtype if leaf.is_floating_point() else leaf.dtype
+            return torch.empty((rows, *leaf.shape[1:]), dtype=dtype, device=self._device)
+
+        return pytree.tree_map(widen, default_collate([sample]))
+
+
+def _built(name: str, factory: Callable[[], nn.Module]) -> nn.Module:
+    try:
+        module = factory()
+    except Exception as error:
+        raise ValueError(f"layer {name!r} cannot be built: {type(error).__name__}: {error}") from error
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"the factory of layer {name!r} returned a {type(module).__name__}, not an nn.Module")
+    return module

@@ -1,0 +1,235 @@
+"""From settings to a job: everything is decided, checked and proven here, before any worker starts.
+
+    model under FakeTensorMode ─> split ─┐
+    data set: length, one sample ────────┼─> micro-batch sizes that can occur ─> programs (verified) and message tables
+    schedule ─> placement ───────────────┘
+
+Every mistake a user can make in model, data, split or sizes is a ValueError that names the value and the remedy.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.job import Job
+from engine.plan.actions import Action, Op, Placement, Program
+from engine.plan.lowering import lower
+from engine.plan.partition import manual, partition
+from engine.plan.schedules import build as build_schedule
+from engine.plan.schedules import largest_legal_microbatches
+from engine.plan.verify import verify
+from engine.runtime.build import DTYPES, autocast_of, model_layers
+from engine.runtime.inspect import FakeModel
+from engine.runtime.losses import make_loss
+from engine.runtime.microbatch import Batches, passes, sizes
+from engine.runtime.source import dataset, pair
+from engine.settings import Settings
+from engine.targets import build, locate, prepare_import_path
+
+
+def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
+    """The job that `settings` describe. Raises ValueError for every mistake found; starts nothing."""
+    prepare_import_path(start_dir)
+    settings = replace(settings, device=resolve_device(settings))
+    compute = compute_program(settings, settings.pipeline.microbatches)
+    verify(compute)
+    settings = replace(settings, model=sized_model(settings.model, compute.placement))
+    _check_batch(settings)
+    _check_parts(settings)
+    data, held_out = dataset(settings.data, evaluation=False), dataset(settings.data, evaluation=True)
+    samples, eval_samples = _length(data, "data"), _length(held_out, "data.evaluation") if held_out is not None else 0
+    _check_samples(settings, samples)
+    device = torch.device(settings.device)
+    autocast = autocast_of(settings.precision, device)
+    model = FakeModel(lambda: model_layers(settings.model), device, DTYPES[settings.precision], autocast)
+    split = choose_split(settings, model, compute.placement.stages)
+    train_pieces = _pieces(settings, samples, settings.train.global_batch_size, training=True)
+    eval_size = settings.eval.batch_size or settings.train.global_batch_size
+    eval_pieces = _pieces(settings, eval_samples, eval_size, training=False) if eval_samples else []
+    boundaries = {}
+    for mode, pieces in (("train", train_pieces), ("eval", eval_pieces)):
+        sample = pair(data[0])[0]  # type: ignore[index]
+        for rows in sorted({rows for piece in pieces for rows in piece}):
+            boundaries[mode, rows] = model.boundaries(sample, rows, split, mode == "train")
+    reduce = settings.data_parallel.replicas > 1
+    programs = {len(p): compute_program(settings, len(p)) for p in train_pieces}
+    steps = {m: _proven(lower(program, reduce=reduce, step=True)) for m, program in programs.items()}
+    steps[0] = _idle(compute.placement, reduce)
+    forwards = {len(p): build_schedule("forward_only", settings.pipeline.ranks, len(p)) for p in eval_pieces}
+    return Job(
+        settings=settings,
+        placement=compute.placement,
+        layers=model.layers(),
+        split=split,
+        train_samples=samples,
+        eval_samples=eval_samples,
+        compute=compute,
+        steps=steps,
+        passes={m: _proven(lower(p, reduce=False, step=False)) for m, p in programs.items()}
+        if settings.train.accumulate > 1
+        else {},
+        evaluations={m: _proven(lower(p, reduce=False, step=False)) for m, p in forwards.items()},
+        boundaries=boundaries,
+        start_dir=start_dir,
+        run_dir=run_dir,
+    )
+
+
+def resolve_device(settings: Settings) -> str:
+    """ "cpu" or "cuda". `auto` takes the GPUs where every rank finds one."""
+    needed = settings.pipeline.ranks * settings.data_parallel.replicas
+    present = torch.cuda.device_count()
+    enough = present >= (1 if settings.launch == "threads" else needed)
+    if settings.device == "auto":
+        return "cuda" if present and enough else "cpu"
+    if settings.device == "cuda" and not enough:
+        raise ValueError(
+            f"device=cuda with {needed} ranks (pipeline.ranks x data_parallel.replicas), but this host has {present} "
+            "GPUs; lower one of them, or use device=cpu, or launch=threads to put several ranks on one GPU"
+        )
+    return settings.device
+
+
+def compute_program(settings: Settings, microbatches: int) -> Program:
+    """The compute-only program for so many micro-batches.
+
+    Where the schedule is not defined for them: that of the largest number below for which it is, and where there is
+    none, all forwards and then all backwards on the same placement. The configured number itself must be legal.
+    """
+    name = settings.schedule["name"]
+    options = {key: value for key, value in settings.schedule.items() if key != "name" and value is not None}
+    ranks = settings.pipeline.ranks
+    configured = build_schedule(name, ranks, settings.pipeline.microbatches, options)
+    if microbatches == settings.pipeline.microbatches:
+        return configured
+    legal = largest_legal_microbatches(name, ranks, microbatches, options)
+    return build_schedule(name, ranks, legal, options) if legal else _all_forward_all_backward(configured, microbatches)
+
+
+def _all_forward_all_backward(configured: Program, microbatches: int) -> Program:
+    placement = replace(configured.placement, direction=configured.placement.direction[:microbatches])
+    rows = []
+    for rank in range(placement.ranks):
+        stages = placement.stages_of(rank)
+        forward = [Action(s, Op.F, m) for s in stages for m in range(microbatches) if placement.rank(s, m) == rank]
+        backward = [Action(a.stage, Op.B, a.microbatch) for a in forward]
+        rows.append(forward + sorted(backward, key=lambda a: (-a.stage, a.microbatch)))
+    return Program.of(configured.name, placement, microbatches, rows)
+
+
+def _proven(program: Program) -> Program:
+    verify(program)
+    return program
+
+
+def _idle(placement: Placement, reduce: bool) -> Program:
+    """The step of a replica without samples: it takes part in the reductions and the update."""
+    rows = []
+    for rank in range(placement.ranks):
+        stages = placement.stages_of(rank)
+        reductions = [Action(s, Op.REDUCE) for s in reversed(stages)] if reduce else []
+        rows.append([*reductions, Action(stages[0], Op.STEP)])
+    return Program.of("idle", replace(placement, direction=()), 0, rows)
+
+
+def sized_model(config: Mapping[str, Any], placement: Placement) -> dict[str, Any]:
+    """The model's keywords, with `stages` and `chunks` filled in where its function takes them and they are unset."""
+    filled = dict(config)
+    target = locate(str(config.get("_target_")))
+    try:
+        accepted = inspect.signature(target).parameters  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return filled
+    given = {"stages": placement.stages, "chunks": placement.stages // placement.ranks}
+    for key, value in given.items():
+        if key in accepted and filled.get(key) is None:
+            filled[key] = value
+    return filled
+
+
+def choose_split(settings: Settings, model: FakeModel, stages: int) -> tuple[int, ...]:
+    """Index of the first layer of each stage."""
+    name, own = settings.partition.get("name", "model"), settings.model.get("split")
+    if stages > len(model.names):
+        raise ValueError(
+            f"{stages} stages, but the model has {len(model.names)} layers ({', '.join(model.names[:8])}, ...): "
+            f"lower pipeline.ranks to at most {len(model.names)}, or give the model more layers"
+        )
+    if name == "manual":
+        wanted = settings.partition.get("split")
+        if wanted is None:
+            raise ValueError(
+                "partition=manual needs partition.split=[LAYER,...]: the layers that begin stages 1, 2, ..."
+            )
+        split = manual(model.names, wanted)
+        if len(split) != stages:
+            raise ValueError(
+                f"partition.split={list(wanted)} makes {len(split)} stages, but the run has {stages}; "
+                f"name {stages - 1} layers, or change pipeline.ranks"
+            )
+        return split
+    if name == "model" and own is not None and len(own) + 1 == stages:
+        return manual(model.names, own)
+    costs = [1.0] * len(model.names) if name == "uniform" else [float(n) for n in model.parameters]
+    return partition(costs, stages)
+
+
+def _check_batch(settings: Settings) -> None:
+    """M must fit a replica's share of the configured batch, in every pass."""
+    train, replicas, wanted = settings.train, settings.data_parallel.replicas, settings.pipeline.microbatches
+    share = sizes(train.global_batch_size, replicas)[-1]
+    smallest = share // train.accumulate
+    if smallest < wanted:
+        raise ValueError(
+            f"pipeline.microbatches={wanted} is more than the {smallest} samples that a replica has in one pass "
+            f"(train.global_batch_size={train.global_batch_size} over {replicas} replicas, "
+            f"train.accumulate={train.accumulate}); use at most {max(smallest, 1)}, or a larger batch"
+        )
+
+
+def _check_parts(settings: Settings) -> None:
+    """Loss, optimizer and scheduler can be built: tried here on one parameter, so that no worker has to find out."""
+    make_loss(settings.model["loss"])
+    optimizer = build(settings.optimizer, [nn.Parameter(torch.zeros(1))], where="optimizer")
+    if settings.lr_scheduler and settings.lr_scheduler.get("_target_"):
+        build(settings.lr_scheduler, optimizer, where="lr_scheduler")
+
+
+def _length(data: Any, where: str) -> int:
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise ValueError(
+            f"{where} gives a {type(data).__name__}; a map-style data set is needed (__len__, __getitem__)"
+        )
+    if len(data) == 0:
+        raise ValueError(f"{where} gives a data set without samples")
+    return len(data)
+
+
+def _check_samples(settings: Settings, samples: int) -> None:
+    replicas = settings.data_parallel.replicas
+    if samples < replicas:
+        raise ValueError(
+            f"data has {samples} samples for data_parallel.replicas={replicas}; use at most {samples} replicas"
+        )
+
+
+def _pieces(settings: Settings, samples: int, global_size: int, training: bool) -> list[list[int]]:
+    """Every list of micro-batch sizes that a pass of the run can have, each once."""
+    batches = Batches(samples, global_size, settings.data_parallel.replicas, settings.seed, shuffle=False)
+    accumulate = settings.train.accumulate if training else 1
+
+    def legal(m: int) -> int:
+        return compute_program(settings, m).microbatches if training else m
+
+    found: dict[tuple[int, ...], list[int]] = {}
+    for count in {batches.count(0), batches.count(batches.per_epoch - 1)}:
+        for share in set(sizes(count, batches.replicas)):
+            for piece in passes(share, accumulate, settings.pipeline.microbatches, legal):
+                found.setdefault(tuple(piece), piece)
+    return list(found.values())

@@ -1,0 +1,53 @@
+"""Where every random number of a run comes from.
+
+    seed_for(seed, "weights", layer)                              a layer's initial weights
+    seed_for(seed, "draw", layer, step, microbatch, replica)      what a layer draws in one forward (dropout masks)
+    seed_for(seed, "epoch", epoch)                                the order of the samples in an epoch
+
+The value is the first eight bytes of BLAKE2b over the parts joined by "/", as a number below 2**63. No part is a rank,
+a stage or a schedule, so neither weights nor masks depend on how the model is cut. `microbatch` counts through all
+passes of a step.
+
+torch has one default generator per device, shared by all threads: a layer that draws is seeded and run under one
+lock, so that ranks that are threads of one process cannot take numbers from each other's stream.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+_DRAWING = threading.Lock()
+
+
+def seed_for(seed: int, *parts: int | str) -> int:
+    """A seed in [0, 2**63) that depends on all parts."""
+    text = "/".join(map(str, (seed, *parts)))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+@contextmanager
+def drawing(seed: int, device: torch.device) -> Iterator[None]:
+    """Run a block that draws from torch's default generators, seeded, and alone in this process."""
+    with _DRAWING:
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+        yield
+
+
+@contextmanager
+def building(seed: int, layer: int) -> Iterator[None]:
+    """Build a layer: torch, numpy and random are seeded for it, one layer at a time in this process."""
+    with _DRAWING:
+        value = seed_for(seed, "weights", layer)
+        torch.default_generator.manual_seed(value)
+        np.random.seed(value % 2**32)
+        random.seed(value)
+        yield

@@ -1,0 +1,77 @@
+"""Samples for the ends of a pipeline: the first stage's rank needs inputs, the last one's needs targets.
+
+Both read the same samples in the same order, because the order follows from the seed alone; ranks in the middle open
+nothing. Sharding is over replicas, never over ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset
+
+from engine.runtime.microbatch import Batches
+from engine.runtime.seeds import seed_for
+from engine.targets import build
+
+LOADER_KEYS = ("workers", "pin_memory", "shuffle", "evaluation")
+
+
+def dataset(config: Mapping[str, Any], evaluation: bool) -> Dataset[Any] | None:
+    """The data set that `data` names; with the overrides in `data.evaluation` for the held-out one, if there is one."""
+    keywords = {key: value for key, value in config.items() if key not in LOADER_KEYS}
+    if evaluation:
+        if config.get("evaluation") is None:
+            return None
+        keywords |= config["evaluation"]
+    return build(keywords, where="data")  # type: ignore[no-any-return]
+
+
+def loader(
+    config: Mapping[str, Any], data: Dataset[Any], batches: Batches, replica: int, count: int, device: torch.device
+) -> Iterator[Any]:
+    """This replica's share of batches 0..count-1, collated, one after another."""
+    workers = int(config.get("workers") or 0)
+    pin = config.get("pin_memory")
+    return iter(
+        DataLoader(
+            data,
+            batch_sampler=ShareSampler(batches, replica, count),
+            num_workers=workers,
+            pin_memory=device.type == "cuda" if pin in (None, "auto") else bool(pin),
+            generator=torch.Generator().manual_seed(seed_for(batches.seed, "loader", replica)),
+        )
+    )
+
+
+class ShareSampler:
+    """Index lists, one per batch; iterated once, lazily."""
+
+    def __init__(self, batches: Batches, replica: int, count: int) -> None:
+        self._arguments = (batches, replica, count)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches, replica, count = self._arguments
+        return batches.shares(replica, count)
+
+
+def to_device(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Tensors of a nesting on `device`, floating ones as `dtype`; the rest as it is."""
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return leaf.to(device, dtype if leaf.is_floating_point() else None, non_blocking=True)
+
+    return pytree.tree_map(move, value)
+
+
+def pair(item: Any) -> tuple[Any, Any]:
+    """A sample or batch as (input, target); ValueError where it is not one."""
+    if isinstance(item, tuple | list) and len(item) == 2:
+        return item[0], item[1]
+    raise ValueError(f"a data set's item must be a pair (input, target), not {type(item).__name__}: {str(item)[:80]}")

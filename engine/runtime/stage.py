@@ -1,0 +1,159 @@
+"""One stage of the model on one rank: its layers, and the graphs of the micro-batches that are in flight.
+
+    received tensors ─ gates ─ layers ─ outputs          F keeps: the gates' box, gradient edges of the outputs
+    box of gradients ◄─ gates ◄───────── gradients       B consumes them
+
+Of an output only its gradient edge is kept: the tensor itself is free once it is sent, so what stays alive per
+micro-batch is what autograd saved. The last stage ends in the loss: F computes its sum, B starts from
+sum / (what the global batch counted); nothing else is divided anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from engine.job import MessageSpec
+from engine.runtime import boundary
+from engine.runtime.activations import saved_bytes
+from engine.runtime.seeds import drawing, seed_for
+
+
+class StageLayer(NamedTuple):
+    """`index` counts through the whole model; `random` layers are seeded before each forward."""
+
+    index: int
+    name: str
+    module: nn.Module
+    random: bool
+
+
+class Draw(NamedTuple):
+    """What a forward's random numbers depend on, besides the run's seed and the layer."""
+
+    step: int
+    microbatch: int
+    replica: int
+
+
+@dataclass(slots=True)
+class _Live:
+    """A micro-batch between its forward and its backward."""
+
+    box: list[Tensor | None]
+    roots: list[Any]  # gradient edges of the outputs that require grad, in the order of the message
+    loss: Tensor | None
+    nbytes: int
+
+
+class Stage:
+    """Layers index..index+n of the model. `loss` is given on the last stage, `spec_in(rows)` on all but the first.
+
+    `step_count` is set by the executor before each backward of the last stage: what the global batch counted.
+    """
+
+    def __init__(self, index: int, layers: Sequence[StageLayer], device: torch.device, seed: int) -> None:
+        self.index = index
+        self.layers = tuple(layers)
+        self.device = device
+        self.seed = seed
+        self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._live: dict[int, _Live] = {}
+        self._saved: dict[int, int] = {}
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Trainable parameters under their full names, in model order."""
+        return [(name, p) for name, p in self._named("named_parameters") if p.requires_grad]
+
+    def named_buffers(self) -> list[tuple[str, Tensor]]:
+        return self._named("named_buffers")
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {
+            f"{layer.name}.{key}": value for layer in self.layers for key, value in layer.module.state_dict().items()
+        }
+
+    def _named(self, what: str) -> list[tuple[str, Any]]:
+        return [(f"{layer.name}.{key}", value) for layer in self.layers for key, value in getattr(layer.module, what)()]
+
+    def train(self, mode: bool) -> None:
+        for layer in self.layers:
+            layer.module.train(mode)
+
+    def run(self, value: Any, draw: Draw | None) -> Any:
+        """The layers, one after another. `draw` is None in evaluation."""
+        with self.autocast():
+            for layer in self.layers:
+                if layer.random and draw is not None:
+                    seed = seed_for(self.seed, "draw", layer.index, *draw)
+                    with drawing(seed, self.device):
+                        value = layer.module(value)
+                else:
+                    value = layer.module(value)
+        return value
+
+    def forward(
+        self,
+        microbatch: int,
+        received: Sequence[Tensor | None] | None,
+        given: Any,
+        spec: MessageSpec | None,
+        draw: Draw,
+        loss: Callable[[Any], Tensor] | None,
+        rows: int,
+    ) -> tuple[Any, Tensor | None]:
+        """Forward of a micro-batch of `rows` samples in training: the output, and on the last stage the loss sum.
+
+        The input is `given` on the first stage, else the `received` tensors of a message that `spec` describes.
+        """
+        box: list[Tensor | None] = []
+        if spec is not None:
+            assert received is not None
+            given, box = boundary.enter(received, spec, self._anchor)
+        output = self.run(given, draw)
+        total = None
+        if loss is not None:
+            with self.autocast():
+                total = loss(output)
+            roots = []
+        else:
+            wanting = [t for t in boundary.tensors_of(output) if t.requires_grad]
+            roots = [torch.autograd.graph.get_gradient_edge(t) for t in wanting]
+        if rows not in self._saved:
+            ends = boundary.tensors_of(output) if total is None else [total]
+            self._saved[rows] = saved_bytes(ends, [p for layer in self.layers for p in layer.module.parameters()])
+        self._live[microbatch] = _Live(box, roots, total, self._saved[rows])
+        return output, None if total is None else total.detach()
+
+    def backward(
+        self, microbatch: int, gradients: Sequence[Tensor | None] | None, count: float | None
+    ) -> list[Tensor | None]:
+        """Full backward of a micro-batch: accumulates into `.grad`, returns the gradients of the received tensors.
+
+        On the last stage `count` is what the global batch counted; a batch that counted nothing adds nothing.
+        """
+        live = self._live.pop(microbatch)
+        if live.loss is not None:
+            if live.loss.requires_grad and count:
+                (live.loss / count).backward()
+        else:
+            assert gradients is not None
+            pairs = [(r, g) for r, g in zip(live.roots, gradients, strict=True) if g is not None]
+            if pairs:
+                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+        return live.box
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._live)
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes that autograd keeps for the micro-batches in flight."""
+        return sum(live.nbytes for live in self._live.values())

@@ -1,0 +1,85 @@
+"""The end of a step on one rank: wait for the replicas' reductions, clip by the global norm, update, zero.
+
+The norm of the whole model is that of one process, to the last digit: each rank fills in the norms of its own
+parameters, the vectors are summed over the pipeline's ranks (x + 0 is exact, in any order), and every rank combines
+the same numbers in model order with torch's own function. Replicas hold equal gradients and are not counted again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+_ABSENT = -1.0
+
+
+class Norms:
+    """Gradient norms of the whole model. `places[i]`: position in model order of this rank's i-th parameter.
+
+    `exchange` sums a float64 vector [`total`] over the ranks of the pipeline, in place.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[int],
+        total: int,
+        exchange: Callable[[Tensor], None],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._places = list(places)
+        self._total = total
+        self._exchange = exchange
+        self._dtype = dtype
+        self._device = device
+
+    def total(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """The 2-norm over all gradients of the model: a 0-dim tensor of `dtype`, the parameters'."""
+        norms = torch.zeros(self._total, dtype=torch.float64, device=self._device)
+        for place, parameter in zip(self._places, parameters, strict=True):
+            grad = parameter.grad
+            norms[place] = _ABSENT if grad is None else torch.linalg.vector_norm(grad, 2.0)
+        self._exchange(norms)
+        return torch.linalg.vector_norm(norms[norms != _ABSENT].to(self._dtype), 2.0)
+
+
+class Update:
+    """Optimizer, scheduler and clipping of one rank. A rank without parameters has no optimizer."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        optimizer: Optimizer | None,
+        scheduler: LRScheduler | None,
+        clip_norm: float | None,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.clip_norm = clip_norm
+
+    @property
+    def lr(self) -> float | None:
+        """The learning rate that the next step will use (of the first parameter group)."""
+        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer else None
+
+    def local_norm(self) -> float:
+        """2-norm of this rank's gradients, for the log."""
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
+
+    def apply(self, norm: Tensor | None) -> None:
+        """Clip by `norm` where it is given, step, advance the schedule by one optimizer step, zero."""
+        if self.optimizer is None:
+            return
+        if norm is not None:
+            assert self.clip_norm is not None
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, norm)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)

@@ -1,0 +1,211 @@
+"""One rank's run, from the job to its last record.
+
+    build ──> for each step: share ─> count ─> passes through the executor ─> record
+                  └─ now and then, and at the end: evaluation
+
+The same code runs in a process and in a thread; what differs is the transport and where `post` leads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from engine.collectives.buckets import Reducer
+from engine.job import Job, MessageSpec
+from engine.plan.actions import Action
+from engine.plan.timeline import Kind
+from engine.records import encode
+from engine.runtime.build import DTYPES, Wiring, build_optimizer, build_stages, device_of, norms_of
+from engine.runtime.evaluate import Evaluation
+from engine.runtime.executor import Executor
+from engine.runtime.feed import Count, Share
+from engine.runtime.links import Links
+from engine.runtime.losses import make_loss
+from engine.runtime.microbatch import Batches, passes, sizes
+from engine.runtime.source import dataset, loader, pair, to_device
+from engine.runtime.trace import tracer_for
+from engine.runtime.transport import Transport
+from engine.runtime.update import Update
+
+Post = Callable[[bytes], None]
+
+
+def run(job: Job, rank: int, transport: Transport, post: Post) -> None:
+    """Train as world rank `rank`; returns when all of its work is done. Exceptions say where (see `executor`)."""
+    Worker(job, rank, transport, post).run()
+
+
+class Worker:
+    """Everything one rank holds while it trains."""
+
+    def __init__(self, job: Job, rank: int, transport: Transport, post: Post) -> None:
+        settings = job.settings
+        self.job, self.world_rank, self.post = job, rank, post
+        self.replica, self.rank = divmod(rank, job.ranks)
+        self.device = device_of(job, rank)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.wiring = Wiring(job, transport)
+        self.stages = build_stages(job, self.rank, self.device)
+        self.first_here, self.last_here = 0 in self.stages, job.placement.stages - 1 in self.stages
+        named = [item for s in sorted(self.stages) for item in self.stages[s].named_parameters()]
+        parameters = [p for _, p in named]
+        self.update = Update(parameters, *build_optimizer(job, parameters), settings.train.clip_norm)
+        self.norms = norms_of(job, self.stages, self.wiring, self.device)
+        self.reducers = self._reducers() if job.replicas > 1 else {}
+        self.loss = make_loss(settings.model["loss"])
+        self.tracer = tracer_for(self.device)
+        self.links = Links(transport, self.replica * job.ranks, self.device)
+        self.executor = Executor(
+            self.rank, job.placement, self.stages, self.links, self.tracer, self._specs, self._reduce, self._step
+        )
+        shuffle = bool(settings.data.get("shuffle", True))
+        self.batches = Batches(
+            job.train_samples, settings.train.global_batch_size, job.replicas, settings.seed, shuffle
+        )
+        self.evaluation = Evaluation(job, self.replica, self.device, self.executor, self.stages, self.wiring, self.loss)
+        self._rows: dict[tuple[str, int], list[Action]] = {}
+        self._norm: float | None = None
+        self._local_norm = 0.0
+
+    def _reducers(self) -> dict[int, Reducer]:
+        bucket_bytes = self.job.settings.allreduce.bucket_bytes
+        return {
+            s: Reducer(st.named_parameters(), self.wiring.reduction[s], bucket_bytes) for s, st in self.stages.items()
+        }
+
+    def run(self) -> None:
+        """All steps, and the evaluations between and after them."""
+        hello = {"rank": self.world_rank, "pid": os.getpid(), "device": str(self.device)}
+        self.post(encode("ready", hello | {"threads": torch.get_num_threads()}))
+        every = self.job.settings.eval.every
+        steps = self.batches.steps(self.job.settings.train.steps, self.job.settings.train.epochs)
+        data = self._samples(steps)
+        self.tracer.pause_ended()
+        for step in range(steps):
+            self._one_step(step, data)
+            done = step + 1
+            if every != 0 and (done == steps or (every is not None and done % every == 0)):
+                for record in self.evaluation.run(done):
+                    self.post(encode("evaluation", {"rank": self.world_rank} | record))
+                self.tracer.pause_ended()
+        self.links.limit(0)
+        self.post(encode("done", {"rank": self.world_rank}))
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    def _one_step(self, step: int, data: Iterator[Any]) -> None:
+        trace = self.job.settings.trace.every
+        self.tracer.on = trace > 0 and step % trace == 0
+        self.executor.peak_in_flight = self.executor.peak_bytes = 0
+        lr, sent, reduced = self.update.lr, self.links.bytes_sent, self._reduce_bytes
+        share = self._share(step, data)
+        count = Count(self._counted(share), self.wiring.sum_counts, self.tracer)
+        feeds = share.feeds(step, self.replica, self.loss, count)
+        for feed in feeds[:-1]:
+            self.executor.run(self._row("pass", len(feed.sizes)), feed)
+        last = feeds[-1] if feeds else Share(None, None, [[]]).feeds(step, self.replica, self.loss, count)[0]
+        self.executor.run(self._row("step", len(last.sizes)), last)
+        losses = [float(value) for feed in feeds for _, value in sorted(feed.losses.items())]
+        spans, window = self.tracer.finish()
+        record = {
+            "rank": self.world_rank,
+            "step": step,
+            "epoch": step // self.batches.per_epoch,
+            "samples": self.batches.count(step),
+            "microbatches": max((len(piece) for piece in share.pieces), default=0),
+            "lr": lr,
+            "grad_norm": self._norm,
+            "local_grad_norm": self._local_norm,
+            "loss_sum": sum(losses) if self.last_here else None,
+            "loss_count": count.local if self.last_here else None,
+            "peak_in_flight": self.executor.peak_in_flight,
+            "peak_activation_bytes": self.executor.peak_bytes,
+            "bytes_sent_between_stages": self.links.bytes_sent - sent,
+            "reduce_bytes_sent": self._reduce_bytes - reduced,
+            "window": list(window),
+        }
+        self.post(encode("step", record, {"spans": spans}))
+
+    def _samples(self, steps: int) -> Iterator[Any]:
+        """This replica's batches; nothing is opened on a rank that holds no end of the pipeline."""
+        if not (self.first_here or self.last_here):
+            return iter(())
+        data = dataset(self.job.settings.data, evaluation=False)
+        assert data is not None
+        return loader(self.job.settings.data, data, self.batches, self.replica, steps, self.device)
+
+    def _share(self, step: int, data: Iterator[Any]) -> Share:
+        """This replica's share of the step's batch; the wait for it is traced."""
+        settings = self.job.settings
+        rows = sizes(self.batches.count(step), self.job.replicas)[self.replica]
+        pieces = passes(rows, settings.train.accumulate, settings.pipeline.microbatches, self._legal)
+        if not pieces or not (self.first_here or self.last_here):
+            return Share(None, None, pieces)
+        start = self.tracer.mark()
+        given, target = pair(next(data))
+        dtype = DTYPES[settings.precision]
+        share = Share(
+            to_device(given, self.device, dtype) if self.first_here else None,
+            to_device(target, self.device, dtype) if self.last_here else None,
+            pieces,
+        )
+        self.tracer.add(Kind.WAIT_DATA, -1, -1, start, self.tracer.mark())
+        return share
+
+    def _counted(self, share: Share) -> float:
+        """What this replica's share counts; 0 on ranks that compute no loss."""
+        if not self.last_here:
+            return 0.0
+        total, row = 0.0, 0
+        for rows in (rows for piece in share.pieces for rows in piece):
+            output = self.job.boundaries["train", rows][-1]
+            total += self.loss.count(share.target_of(row, rows), output)
+            row += rows
+        return total
+
+    # -- what the executor asks for --------------------------------------------------------------------------------
+
+    def _row(self, kind: str, microbatches: int) -> list[Action]:
+        """This rank's row of the program for so many micro-batches, unpacked once."""
+        if (kind, microbatches) not in self._rows:
+            programs = self.job.steps if kind == "step" else self.job.passes
+            self._rows[kind, microbatches] = list(programs[microbatches].actions(self.rank))
+        return self._rows[kind, microbatches]
+
+    def _legal(self, microbatches: int) -> int:
+        """The largest number of micro-batches, at most so many, for which there is a program."""
+        return max(m for m in self.job.steps if 0 < m <= microbatches)
+
+    def _specs(self, mode: str, rows: int) -> Sequence[MessageSpec]:
+        return self.job.boundaries[mode, rows]
+
+    @property
+    def _reduce_bytes(self) -> int:
+        return sum(reducer.bytes_sent for reducer in self.reducers.values())
+
+    def _reduce(self, stage: int) -> None:
+        self.reducers[stage].launch()
+
+    def _step(self) -> None:
+        """STEP: the reductions are awaited, the gradients clipped, the parameters updated."""
+        mark, add = self.tracer.mark, self.tracer.add
+        for stage, reducer in self.reducers.items():
+            start = mark()
+            reducer.wait()
+            add(Kind.WAIT_REDUCE, stage, -1, start, mark())
+            self.tracer.add_host(Kind.REDUCE, stage, -1, *reducer.last_span)
+        norm = None
+        if self.update.clip_norm is not None:
+            start = mark()
+            norm = self.norms.total(self.update.parameters)
+            add(Kind.WAIT_NORM, -1, -1, start, mark())
+            self._norm = float(norm)
+        start = mark()
+        self._local_norm = self.update.local_norm()
+        self.update.apply(norm)
+        add(Kind.STEP, -1, -1, start, mark())

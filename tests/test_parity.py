@@ -1,0 +1,79 @@
+"""Law 1: for any ranks, micro-batches, replicas and schedule, training equals one plain process."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from harness import ADAM, SGD, plain, run_threads, settings
+
+SCHEDULES = ("naive", "gpipe", "1f1b")
+RANKS = (1, 2, 3, 4)
+MICROBATCHES = (1, 2, 3, 5, 8)
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = 1e-9) -> None:
+    assert a.keys() == b.keys()
+    for key in a:
+        torch.testing.assert_close(
+            a[key], b[key], rtol=tolerance, atol=tolerance * 1e-3, msg=lambda m, k=key: f"{k}: {m}"
+        )
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
+@pytest.mark.parametrize(("ranks", "microbatches"), itertools.product(RANKS, MICROBATCHES))
+def test_equals_one_process(ranks: int, microbatches: int, optimizer: dict[str, object]) -> None:
+    """18 samples (uneven micro-batches), ignored targets, a blank sample, clipping on; three schedules, R = 1."""
+    base = settings(
+        "gpipe",
+        ranks,
+        microbatches,
+        optimizer=optimizer,
+        clip_norm=0.05,
+        global_batch_size=18,
+        data={"_target_": "toys.Tokens", "blank": 2},
+    )
+    expected, losses = plain(base, microbatched=True)
+    whole, _ = plain(base, microbatched=False)
+    for schedule in SCHEDULES:
+        ran = run_threads(settings_like(base, schedule))
+        assert equal(ran.state(), expected), schedule
+        close(ran.state(), whole)
+        assert ran.losses() == pytest.approx(losses, rel=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
+@pytest.mark.parametrize(("ranks", "microbatches"), itertools.product(RANKS, MICROBATCHES))
+def test_replicas_equal_one_process(ranks: int, microbatches: int, optimizer: dict[str, object]) -> None:
+    """R = 2, 19 samples: replicas with different shares, a short last batch after two steps."""
+    base = settings(
+        "gpipe",
+        ranks,
+        microbatches,
+        2,
+        optimizer=optimizer,
+        clip_norm=0.05,
+        global_batch_size=19,
+        data={"_target_": "toys.Tokens", "blank": 2, "samples": 40},
+    )
+    expected, losses = plain(base, microbatched=True)
+    states = []
+    for schedule in SCHEDULES:
+        ran = run_threads(settings_like(base, schedule))
+        assert equal(ran.state(0), ran.state(1)), schedule
+        close(ran.state(), expected)
+        assert ran.losses() == pytest.approx(losses, rel=1e-9)
+        states.append(ran.state())
+    assert equal(states[0], states[1])
+    assert equal(states[0], states[2])
+
+
+def settings_like(base, schedule):
+    from dataclasses import replace
+
+    return replace(base, schedule={"name": schedule})
