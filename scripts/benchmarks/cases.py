@@ -1,0 +1,66 @@
+"""The cases: what is trained and how it is cut, as the arguments of one `python -m engine`.
+
+The sides that are not the engine get their layers, split, samples and optimizer from the engine's own reading of these
+arguments (`Case.job`), so a case is described once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from engine.job import Job
+
+CONF = Path(__file__).parents[2] / "conf"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the comparison. `plain`: also run as one plain process."""
+
+    name: str
+    schedule: str
+    ranks: int
+    microbatches: int
+    steps: int
+    choices: tuple[str, ...]
+    plain: bool = False
+    warmup: int = 4
+
+    @property
+    def overrides(self) -> list[str]:
+        """The engine's arguments."""
+        return [
+            f"schedule={self.schedule}",
+            f"pipeline.ranks={self.ranks}",
+            f"pipeline.microbatches={self.microbatches}",
+            f"train.steps={self.steps}",
+            *self.choices,
+            *("optimizer=sgd", "device=cpu", "threads_per_worker=1", "eval.every=0"),
+        ]
+
+    @cached_property
+    def job(self) -> Job:
+        """The engine's reading of the arguments: layers, split, data, optimizer. Starts nothing."""
+        from hydra import compose, initialize_config_dir
+
+        from engine.config import load
+        from engine.runtime.prepare import prepare
+
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            settings = load(compose("config", overrides=self.overrides))
+        return prepare(settings, start_dir=".", run_dir=".")
+
+
+def sleep(schedule: str) -> Case:
+    """15 ms per stage and micro-batch that use no CPU: what is left is the schedule and the way messages travel."""
+    costs = [f"model.{part}_ms=5" for part in ("forward", "input_backward", "weight_backward")]
+    choices = ("model=sleep", "data=synthetic", "train.global_batch_size=8", *costs)
+    return Case(f"sleep {schedule}", schedule, ranks=4, microbatches=8, steps=20, choices=choices)
+
+
+GROUPS = {
+    "sleep": [sleep("gpipe"), sleep("1f1b")],
+}
+CASES = {case.name: case for group in GROUPS.values() for case in group}

@@ -1,0 +1,53 @@
+"""A job's layers, batch, loss and optimizer for the sides that are not the engine.
+
+They come from the same targets, layers after the same seeding, so all sides hold the same weights and do the same work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from engine.job import Job
+from engine.runtime.build import model_layers
+from engine.runtime.seeds import building
+from engine.runtime.source import dataset, pair
+from engine.targets import build
+
+
+def stage_of(job: Job, stage: int) -> nn.Sequential:
+    """The layers of one stage, as the engine cuts the model."""
+    ends = [*job.split[1:], len(job.layers)]
+    return _built(job, job.split[stage], ends[stage])
+
+
+def whole(job: Job) -> nn.Sequential:
+    return _built(job, 0, len(job.layers))
+
+
+def _built(job: Job, begin: int, end: int) -> nn.Sequential:
+    modules = []
+    for index in range(begin, end):
+        with building(job.settings.seed, index):
+            modules.append(model_layers(job.settings.model)[index][1]())
+    return nn.Sequential(*modules)
+
+
+def batch_of(job: Job) -> tuple[Any, Any]:
+    """(inputs, targets): the first global batch of the job's data set. The other sides load nothing inside a step."""
+    data: Any = dataset(job.settings.data, evaluation=False)
+    return pair(default_collate([data[i] for i in range(job.settings.train.global_batch_size)]))
+
+
+def mean_loss(job: Job) -> Callable[[Any, Any], Tensor]:
+    """The job's loss as a mean, as a plain training loop has it."""
+    raise NotImplementedError
+
+
+def optimizer_of(job: Job, module: nn.Module) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = build(job.settings.optimizer, list(module.parameters()), where="optimizer")
+    return optimizer

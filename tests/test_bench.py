@@ -1,0 +1,109 @@
+"""The benchmark's arithmetic: critical paths, excess and share, medians, and what goes into its JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+
+from benchmarks.cases import CASES, GROUPS, Case
+from benchmarks.figures import Run, compare, critical_path, share, step_time, table
+from benchmarks.sides import trace_durations
+
+seconds = st.floats(1e-4, 1.0)
+
+
+def equal(stages: int, forward: float, backward: float) -> dict[str, list[float]]:
+    return {"F": [forward] * stages, "B": [backward] * stages}
+
+
+@given(st.integers(1, 5), st.integers(1, 9), seconds, seconds)
+def test_critical_path_of_equal_stages(ranks: int, microbatches: int, forward: float, backward: float) -> None:
+    for schedule in ("gpipe", "1f1b"):
+        path = critical_path(schedule, ranks, microbatches, equal(ranks, forward, backward))
+        assert path == pytest.approx((microbatches + ranks - 1) * (forward + backward))
+
+
+@given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=5), st.integers(1, 9))
+def test_critical_path_of_gpipe_with_unequal_stages(costs: list[tuple[float, float]], microbatches: int) -> None:
+    forward, backward = map(list, zip(*costs, strict=True))
+    want = sum(forward) + sum(backward) + (microbatches - 1) * (max(forward) + max(backward))
+    path = critical_path("gpipe", len(costs), microbatches, {"F": forward, "B": backward})
+    assert path == pytest.approx(want)
+
+
+def test_step_time_is_the_median_period_after_the_warmup() -> None:
+    assert step_time([0.0, 9.0, 10.0, 12.0, 13.0, 14.0], warmup=1) == 1.0
+    assert step_time([0.0, 9.0, 10.0, 12.0, 13.0, 14.0], warmup=0) == 1.0
+    assert step_time([5.0, 8.0], warmup=0) == 3.0
+    with pytest.raises(ValueError, match="2 step ends leave no period after 1"):
+        step_time([5.0, 8.0], warmup=1)
+
+
+def test_ratio_excess_and_share() -> None:
+    durations = equal(4, 0.005, 0.010)  # eight micro-batches: 11 x 15 ms
+    ours = [Run(0.165 * excess, durations) for excess in (1.04, 1.05, 1.9)]
+    peer = [Run(0.165 * excess, durations) for excess in (1.2, 1.1, 1.0)]
+    row = compare("1f1b", 4, 8, ours, peer, {"1 thread": [3.0, 1.0, 2.0]})
+    assert row["ratio"] == pytest.approx(1.05 / 1.1)
+    assert row["ours"]["critical_path_s"] == pytest.approx(0.165)
+    assert row["ours"]["excess"] == pytest.approx(0.05)
+    assert row["peer"]["excess"] == pytest.approx(0.1)
+    assert row["share"] == pytest.approx(0.5)
+    assert row["ours"]["per_action_s"] == pytest.approx(0.165 * 1.05 / 16)
+    assert row["plain"]["1 thread"]["median_s"] == 2.0
+
+
+def test_excess_is_over_each_runs_own_durations() -> None:
+    """A side whose sleeps overshoot more is not charged for it."""
+    ours = [Run(0.33, equal(4, 0.010, 0.020))]
+    peer = [Run(0.33, equal(4, 0.005, 0.010))]
+    row = compare("gpipe", 4, 8, ours, peer, {})
+    assert row["ours"]["excess"] == pytest.approx(0.0)
+    assert row["peer"]["excess"] == pytest.approx(1.0)
+
+
+def test_share_of_a_peer_without_excess_is_not_a_number() -> None:
+    assert share(0.1, 0.0) is None
+    assert share(0.1, -0.01) is None
+    assert share(0.1, 0.2) == pytest.approx(0.5)
+
+
+def test_result_is_json_and_a_table() -> None:
+    runs = [Run(0.2, equal(4, 0.005, 0.010), {"loss": 1.0})]
+    rows = {
+        "sleep": compare("gpipe", 4, 8, runs, runs, {}),
+        "gpt": compare("gpipe", 4, 8, runs, runs, {"1 thread": [0.5], "all threads": [0.25]}),
+    }
+    assert json.loads(json.dumps(rows)) == rows
+    head, sleep, gpt = table(rows).splitlines()
+    assert head.split()[:3] == ["row", "ours", "ms"]
+    assert sleep.split()[:4] == ["sleep", "200.00", "200.00", "1.000"]
+    assert gpt.split()[-2:] == ["500.00", "250.00"]
+    assert len(head) == len(sleep) == len(gpt)
+
+
+def test_durations_are_read_from_a_trace() -> None:
+    def span(name: str, dur: float, ph: str = "X") -> dict[str, object]:
+        return {"name": name, "ph": ph, "pid": 0, "tid": 0, "ts": 0.0, "dur": dur}
+
+    spans = [span("0F0", 1000.0), span("0F1", 3000.0), span("0B0", 5000.0), span("1F0", 7000.0), span("1B0", 9000.0)]
+    others = [span("0SEND_F0", 9e9), span("WAIT_F", 9e9), span("0F1", 9e9, "s"), {"ph": "M"}]
+    durations = trace_durations({"traceEvents": spans + others}, stages=2)
+    assert durations == {"F": [pytest.approx(0.002), pytest.approx(0.007)], "B": [0.005, pytest.approx(0.009)]}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_cases_leave_steps_to_measure(case: Case) -> None:
+    assert case.steps >= case.warmup + 6
+    assert f"pipeline.microbatches={case.microbatches}" in case.overrides
+
+
+def test_names_of_cases_tell_them_apart() -> None:
+    assert len(CASES) == sum(map(len, GROUPS.values()))
