@@ -55,12 +55,12 @@ def train(case: Case, rank: int) -> dict[str, Any]:
     stage = TimedStage(module, rank, case.ranks, torch.device("cpu"))
     schedule = SCHEDULES[case.schedule](stage, case.microbatches, loss_fn=mean_loss(case.job))
     inputs, targets = batch_of(case.job)
-    ends, losses = [], []
+    ends: list[float] = []
     for step in range(case.steps):
         if step == case.warmup:
             stage.durations.clear()
         optimizer.zero_grad()
-        losses = []
+        losses: list[torch.Tensor] = []
         given = (inputs,) if rank == 0 else ()
         wanted = {"target": targets, "losses": losses} if rank == case.ranks - 1 else {}
         schedule.step(*given, **wanted)
