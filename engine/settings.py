@@ -29,7 +29,7 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class Train:
-    steps: int | None = 20
+    steps: int | None = 20  # optimizer steps; null where epochs are given
     epochs: int | None = None
     global_batch_size: int = 32
     clip_norm: float | None = None
@@ -75,3 +75,12 @@ class Settings:
     eval: Eval = field(default_factory=Eval)
     trace: Trace = field(default_factory=Trace)
     plan: PlanSettings = field(default_factory=PlanSettings)
+
+    @property
+    def schedule_options(self) -> dict[str, Any]:
+        """The schedule's own options, those left at null taken out."""
+        return {key: value for key, value in self.schedule.items() if key != "name" and value is not None}
+
+    @property
+    def world(self) -> int:
+        return self.pipeline.ranks * self.data_parallel.replicas

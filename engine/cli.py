@@ -1,0 +1,92 @@
+"""The command line: Hydra composes the configuration, each job runs, the exit code says how it went.
+
+    main ──> Hydra ──> for each job: _job ──> config.load ──> run.train or run.plan
+                                       └─ returns its Outcome, never raises: a failed job must not end a sweep
+
+Exit codes: 0 all well; 1 a run failed; 2 the configuration is wrong, nothing was started; 128 + n ended by signal n.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from engine import run
+from engine.complaints import explain
+from engine.config import load
+from engine.runtime import interrupt
+from engine.runtime.verdict import Outcome
+from engine.settings import Settings
+
+CONF = Path(__file__).resolve().parent.parent / "conf"  # beside the package: a `conf/` of the user does not shadow it
+
+_outcomes: list[Outcome] = []  # of the jobs of this call of main, in order
+
+
+def main() -> int:
+    """Run what sys.argv asks for; returns the exit code."""
+    OmegaConf.register_new_resolver("engine.token", lambda: secrets.token_hex(3), use_cache=True, replace=True)
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra hands its errors on instead of printing them and exiting
+    _outcomes.clear()
+    try:
+        with interrupt.raising():
+            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(_job)()
+    except KeyboardInterrupt as error:
+        return report(run.outcome_of(error))
+    except (HydraException, OmegaConfBaseException) as error:
+        return report(Outcome("failed", explain(error), run.REFUSED))
+    return max((outcome.exit_code for outcome in _outcomes), default=0)
+
+
+def report(outcome: Outcome) -> int:
+    """Say on the screen, last of all, why a run did not complete; returns its exit code."""
+    sys.stdout.flush()
+    if outcome.traceback:
+        print(outcome.traceback.rstrip(), file=sys.stderr)
+    if outcome.error:
+        print(f"error: {outcome.error}" if outcome.status == "failed" else outcome.error, file=sys.stderr, flush=True)
+    return outcome.exit_code
+
+
+def _job(config: DictConfig) -> Outcome:
+    """One job of Hydra's. Only an interruption is raised: it is meant for the whole sweep."""
+    runtime = HydraConfig.get().runtime
+    settings: Settings | None = None
+    try:
+        settings = load(config)
+    except ValueError as error:
+        outcome = run.finish(Path(runtime.output_dir), run.outcome_of(run.Refused(str(error))), None)
+    else:
+        if settings.mode == "plan":
+            outcome = run.plan(settings, runtime.output_dir)
+        else:
+            outcome = run.train(settings, runtime.cwd, runtime.output_dir)
+    if outcome.status == "interrupted":
+        raise interrupt.Interrupted(outcome.exit_code - 128)
+    report(outcome)
+    _outcomes.append(outcome)
+    return outcome
+
+
+class SweepTable(Callback):
+    """Keeps the comparison of a sweep's jobs up to date: after each job, since Hydra skips the end after a failure."""
+
+    def on_job_start(self, config: DictConfig, **_: Any) -> None:
+        if config.hydra.mode.name == "MULTIRUN":
+            print(f"\njob {config.hydra.job.num}: {' '.join(config.hydra.overrides.task)}", flush=True)
+
+    def on_job_end(self, config: DictConfig, **_: Any) -> None:
+        if config.hydra.mode.name == "MULTIRUN":
+            from engine.report.compare import write_comparison
+
+            write_comparison(config.hydra.sweep.dir)

@@ -1,0 +1,148 @@
+"""One run in the parent, top to bottom: settings -> job -> run folder -> workers -> summary.
+
+    train   prepare and prove the job, write what is known, start the workers, record what they tell, sum up
+    plan    build, verify, simulate, print and write the schedule; starts nothing and does not import torch
+
+Both return an Outcome for every end, an interruption included, and leave `summary.json` in the run folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.plan.actions import Program
+from engine.plan.lowering import lower
+from engine.plan.schedules import build
+from engine.plan.simulate import Costs, figures, simulate
+from engine.plan.summary import CSV_NAME, plan_summary, plan_text
+from engine.plan.text import to_csv
+from engine.plan.verify import verify
+from engine.records import Record
+from engine.runtime import interrupt
+from engine.runtime.verdict import Outcome
+from engine.settings import Settings
+
+if TYPE_CHECKING:
+    from engine.job import Job
+    from engine.report.recorder import Recorder
+
+REFUSED = 2  # exit code: the settings are wrong, nothing was started
+
+
+def train(settings: Settings, start_dir: str, run_dir: str) -> Outcome:
+    """Run a training job. `start_dir`: what the user's relative paths are relative to."""
+    folder, recorder = Path(run_dir), None
+    try:
+        job = _prepared(settings, start_dir, run_dir)
+        from engine.report.recorder import Recorder
+        from engine.runtime.launch import launch
+
+        recorder = Recorder(job, run_dir)
+        _describe(job, folder, recorder)
+        outcome = launch(job, recorder)
+    except BaseException as error:  # noqa: BLE001  # an interruption too ends with a summary
+        outcome = outcome_of(error)
+    with interrupt.ignored():
+        return finish(folder, outcome, settings, recorder)
+
+
+def plan(settings: Settings, run_dir: str) -> Outcome:
+    """Print the schedule's plan and write plan.json and program.csv."""
+    folder = Path(run_dir)
+    try:
+        name, pipeline = settings.schedule["name"], settings.pipeline
+        program = build(name, pipeline.ranks, pipeline.microbatches, settings.schedule_options)
+        print(write_plan(settings, program, folder))
+        outcome = Outcome("completed")
+    except BaseException as error:  # noqa: BLE001
+        outcome = outcome_of(error)
+    return finish(folder, outcome, settings)
+
+
+class Refused(ValueError):
+    """The settings ask for something that cannot be done; nothing was started."""
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """What an exception in the parent makes of the run."""
+    if isinstance(error, KeyboardInterrupt):
+        code = error.exit_code if isinstance(error, interrupt.Interrupted) else 130
+        return Outcome("interrupted", str(error) or "interrupted", code)
+    if isinstance(error, Refused):
+        return Outcome("failed", str(error), REFUSED)
+    text = "".join(traceback.format_exception(error))
+    return Outcome("failed", f"{type(error).__name__}: {error}", 1, text)
+
+
+def finish(folder: Path, outcome: Outcome, settings: Settings | None, recorder: Recorder | None = None) -> Outcome:
+    """Write how the run ended: error.txt where it failed, summary.json always."""
+    if outcome.status == "failed":
+        text = outcome.error or ""
+        if outcome.traceback:
+            text = f"{text}\n\n{outcome.traceback}"
+        (folder / "error.txt").write_text(text.rstrip() + "\n")
+    if recorder is not None:
+        recorder.finish(outcome.status, outcome.error)
+        return outcome
+    summary: dict[str, object] = {"status": outcome.status, "error": outcome.error}
+    if settings is not None:
+        summary |= {"mode": settings.mode, "schedule": settings.schedule.get("name")}
+        summary |= {"ranks": settings.pipeline.ranks, "microbatches": settings.pipeline.microbatches}
+        summary |= {"replicas": settings.data_parallel.replicas}
+    _write_json(folder / "summary.json", summary)
+    return outcome
+
+
+def write_plan(
+    settings: Settings, program: Program, folder: Path, layers: Sequence[Sequence[str]] | None = None
+) -> str:
+    """Verify and simulate; write plan.json and program.csv; return the text for a terminal."""
+    lowered = lower(program, reduce=settings.data_parallel.replicas > 1, step=True)
+    for each in (program, lowered):
+        verify(each)
+    costs = Costs.from_settings(settings.plan.costs, program.placement, program.microbatches)
+    timeline = simulate(program, costs)
+    found = figures(program, timeline)
+    _write_json(folder / "plan.json", plan_summary(program, lowered, costs, timeline, found, layers))
+    (folder / CSV_NAME).write_text(to_csv(program))
+    return plan_text(program, timeline, found)
+
+
+def _prepared(settings: Settings, start_dir: str, run_dir: str) -> Job:
+    """Everything that can be refused is refused here."""
+    if settings.launch == "processes":
+        from engine.runtime.supervise import warm_up
+
+        warm_up()
+    from engine.collectives import COLLECTIVES
+    from engine.config import one_of
+    from engine.runtime.prepare import prepare
+
+    try:
+        one_of("allreduce.name", settings.allreduce.name, COLLECTIVES)
+        return prepare(settings, start_dir, run_dir)
+    except ValueError as error:
+        raise Refused(str(error)) from error
+
+
+def _describe(job: Job, folder: Path, recorder: Recorder) -> None:
+    """Write what is known before the start: the resolved configuration and the plan."""
+    ends = [*job.split[1:], len(job.layers)]
+    layers = [[layer.name for layer in job.layers[a:b]] for a, b in zip(job.split, ends, strict=True)]
+    write_plan(job.settings, job.compute, folder, layers)
+    config = asdict(job.settings)
+    _write_json(folder / "config.json", config)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    message = f"configuration {digest} (config.json), seed {job.settings.seed}"
+    recorder(Record("log", {"rank": None, "level": logging.INFO, "logger": __name__, "message": message}, {}))
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=1, default=str) + "\n")

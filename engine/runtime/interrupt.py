@@ -1,0 +1,68 @@
+"""Ctrl-C, SIGTERM and SIGHUP: one meaning each, whatever the process is doing at that moment.
+
+    raising()   while there is nothing to protect: the signal becomes an `Interrupted` exception
+    waking()    while workers run: the signal becomes one more event to wait for, so that no record is cut in half
+    ignored()   while the results are written, which takes a moment and must not be left half done
+
+Handlers can only be set in the main thread; elsewhere the three do nothing.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was asked to end. A KeyboardInterrupt, so that nothing on the way takes it for an error."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(signum).name}")
+        self.signum = signum
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.signum
+
+
+@contextmanager
+def raising() -> Iterator[None]:
+    def handler(signum: int, _: FrameType | None) -> None:
+        raise Interrupted(signum)
+
+    with _handlers(handler):
+        yield
+
+
+@contextmanager
+def waking(wake: Callable[[int], None]) -> Iterator[None]:
+    """Each signal calls `wake` with its number; `wake` runs between any two instructions, so it only puts or writes."""
+    with _handlers(lambda signum, _: wake(signum)):
+        yield
+
+
+@contextmanager
+def ignored() -> Iterator[None]:
+    with _handlers(signal.SIG_IGN):
+        yield
+
+
+@contextmanager
+def _handlers(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    try:
+        for signum in SIGNALS:
+            signal.signal(signum, handler)
+        yield
+    finally:
+        for signum, old in before.items():
+            signal.signal(signum, signal.SIG_DFL if old is None else old)

@@ -1,0 +1,58 @@
+"""The first function of a worker process: own process group, no outliving the parent, then the rank's work."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import MutableSequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from engine.job import Job
+from engine.runtime import position
+from engine.runtime import rank as surroundings
+
+
+def main(entry: Any, job: Job, rank: int, meeting: Any, pipe: Connection, positions: MutableSequence[int]) -> None:
+    """Run one rank of `job`; the exit status is 0 where it succeeded. Called in a fresh process."""
+    _own_group()  # first: the watch kills the group it is in
+    _leave_with_parent()
+    position.use(memoryview(positions).cast("B").cast("q")[rank : rank + 1])
+    lock = threading.Lock()
+
+    def post(record: bytes) -> None:
+        with lock:  # a logging thread may post beside the worker
+            pipe.send_bytes(record)
+
+    surroundings.forward_logging(rank, post)
+    surroundings.limit_threads(job)
+    succeeded = surroundings.guarded(rank, post, lambda: entry(job, rank, meeting, post))
+    pipe.close()
+    if not succeeded:
+        sys.exit(1)
+
+
+def _own_group() -> None:
+    """Ctrl-C in the terminal is for the parent; a signal meant for this worker alone ends it, and the parent says so.
+
+    Without Python's handlers a signal also ends a wait inside the backend, which never returns to the interpreter.
+    """
+    os.setsid()
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_DFL)
+    faulthandler.enable()
+
+
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="parent watch").start()
