@@ -65,7 +65,7 @@ def _job(config: DictConfig) -> Outcome:
     try:
         settings = load(config)
     except ValueError as error:
-        outcome = run.finish(Path(runtime.output_dir), run.outcome_of(run.Refused(str(error))), None)
+        outcome = run.finish(Path(runtime.output_dir), run.outcome_of(run.SettingsError(str(error))), None)
     else:
         if settings.mode == "plan":
             outcome = run.plan(settings, runtime.output_dir)

@@ -66,7 +66,7 @@ def plan(settings: Settings, run_dir: str) -> Outcome:
     return finish(folder, outcome, settings)
 
 
-class Refused(ValueError):
+class SettingsError(ValueError):
     """The settings ask for something that cannot be done; nothing was started."""
 
 
@@ -75,7 +75,7 @@ def outcome_of(error: BaseException) -> Outcome:
     if isinstance(error, KeyboardInterrupt):
         code = error.exit_code if isinstance(error, interrupt.Interrupted) else 130
         return Outcome("interrupted", str(error) or "interrupted", code)
-    if isinstance(error, Refused):
+    if isinstance(error, SettingsError):
         return Outcome("failed", str(error), REFUSED)
     text = "".join(traceback.format_exception(error))
     return Outcome("failed", f"{type(error).__name__}: {error}", 1, text)
@@ -129,7 +129,7 @@ def _prepared(settings: Settings, start_dir: str, run_dir: str) -> Job:
         one_of("allreduce.name", settings.allreduce.name, COLLECTIVES)
         return prepare(settings, start_dir, run_dir)
     except ValueError as error:
-        raise Refused(str(error)) from error
+        raise SettingsError(str(error)) from error
 
 
 def _describe(job: Job, folder: Path, recorder: Recorder) -> None:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,10 @@ from engine.records import decode
 from engine.runtime import interrupt
 from engine.runtime.rank import guarded, limit_threads
 from engine.runtime.supervise import Entry, OnRecord, Supervisor
-from engine.runtime.transport.threads import ThreadHub
 from engine.runtime.verdict import Outcome, Verdict
+
+if TYPE_CHECKING:
+    from engine.runtime.transport.threads import ThreadHub
 
 Events = queue.SimpleQueue[bytes | int | None]  # a record; the number of a signal; None: a thread has ended
 LEAVE_GRACE_S = 10.0  # for the other threads, after the first that failed: a thread cannot be killed
@@ -35,7 +37,7 @@ def launch(job: Job, on_record: OnRecord) -> Outcome:
 
 
 def in_processes(job: Job, on_record: OnRecord, entry: Entry | None = None) -> Outcome:
-    """`entry(job, rank, address, post)` is what each worker runs; the ranks meet at a store that listens on loopback."""
+    """`entry(job, rank, address, post)` is what each worker runs; they meet at a store that listens on loopback."""
     from engine.runtime.process import join_and_work
 
     with meeting_point(job.settings.timeout_s) as address:
@@ -65,6 +67,8 @@ def meeting_point(timeout_s: float) -> Iterator[tuple[str, int]]:
 
 def in_threads(job: Job, on_record: OnRecord, entry: Entry | None = None) -> Outcome:
     """`entry(job, rank, hub, post)` is what each thread runs."""
+    from engine.runtime.transport.threads import ThreadHub
+
     hub = ThreadHub(job.world, job.settings.timeout_s)
     events: Events = queue.SimpleQueue()
     threads = [_thread(job, rank, hub, events, entry or _work) for rank in range(job.world)]

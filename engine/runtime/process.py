@@ -56,3 +56,12 @@ def _leave_with_parent() -> None:
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True, name="parent watch").start()
+
+
+def join_and_work(job: Job, rank: int, address: tuple[str, int], post: surroundings.Post) -> None:
+    """Meet the other ranks at the parent's store, then do this rank's work."""
+    from engine.runtime import worker
+    from engine.runtime.meet import client, connect
+
+    transport = connect(job, rank, client(address, job.settings.timeout_s))
+    surroundings.work(job, rank, transport, post)

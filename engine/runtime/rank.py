@@ -7,6 +7,7 @@ succeeds posts `done` itself, as its last record.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -79,10 +80,8 @@ class PostLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         meta = {"rank": self._rank, "level": record.levelno, "logger": record.name, "message": self.format(record)}
-        try:
+        with contextlib.suppress(OSError):  # the parent is gone, and soon this process
             self._post(encode("log", meta))
-        except OSError:
-            pass  # the parent is gone, and soon this process
 
 
 def forward_logging(rank: int, post: Post) -> None:

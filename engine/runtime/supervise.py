@@ -11,7 +11,6 @@ children of its data loader go with it.
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import signal

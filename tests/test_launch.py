@@ -1,0 +1,179 @@
+"""Workers as processes and as threads: every way a run can end, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.job import Job
+from engine.plan.actions import Placement
+from engine.plan.lowering import lower
+from engine.plan.schedules import build
+from engine.records import Record
+from engine.runtime.launch import in_processes, in_threads
+from engine.runtime.rank import cores, threads_per_worker
+from engine.runtime.supervise import warm_up
+from engine.runtime.verdict import Outcome
+from engine.settings import DataParallel, Pipeline, Settings
+import workers
+
+LIMIT_S = 15.0  # the promise: within this time everything is gone
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> None:
+    """The fork server lives as long as this process: start it before a test looks for children left behind."""
+    warm_up()
+
+
+def job_of(ranks: int = 3, replicas: int = 1, **settings: Any) -> Job:
+    program = build("gpipe", ranks, 4)
+    asked = Settings(pipeline=Pipeline(ranks, 4), data_parallel=DataParallel(replicas), timeout_s=5.0, **settings)
+    lowered = lower(program, reduce=False, step=True)
+    return Job(asked, Placement.linear(ranks), (), tuple(range(ranks)), 32, 0, program, {4: lowered}, {}, {})
+
+
+@pytest.fixture
+def records() -> list[Record]:
+    return []
+
+
+def run(entry: Callable[..., None], records: list[Record], **how: Any) -> Outcome:
+    start = time.monotonic()
+    outcome = in_processes(job_of(**how), records.append, entry)
+    assert time.monotonic() - start < LIMIT_S
+    return outcome
+
+
+def kinds(records: list[Record], kind: str) -> list[int]:
+    return sorted(record.meta["rank"] for record in records if record.kind == kind)
+
+
+@pytest.mark.process
+def test_completes_and_hands_on_every_record(records: list[Record]) -> None:
+    assert run(workers.good, records) == Outcome("completed")
+    assert kinds(records, "ready") == kinds(records, "done") == [0, 1, 2]
+    lines = {r.meta["rank"]: r.meta["message"] for r in records if r.kind == "log"}
+    assert lines == {rank: f"hello from {rank}" for rank in range(3)}
+
+
+@pytest.mark.process
+def test_every_worker_is_a_process_of_its_own_group(records: list[Record]) -> None:
+    run(workers.good, records)
+    pids = {r.meta["pid"] for r in records if r.kind == "ready"}
+    assert len(pids) == 3 and os.getpid() not in pids
+
+
+@pytest.mark.process
+def test_ends_fifty_times(records: list[Record]) -> None:
+    for _ in range(50):
+        records.clear()
+        assert run(workers.good, records, ranks=2).status == "completed"
+        assert kinds(records, "done") == [0, 1]
+
+
+@pytest.mark.process
+def test_own_error_outweighs_what_others_saw_of_it(records: list[Record]) -> None:
+    outcome = run(workers.raises, records)
+    assert outcome.status == "failed" and outcome.exit_code == 1
+    expected = "rank 1 (stage 1, micro-batch 2, in 1B2) failed: ArithmeticError: the loss is not finite"
+    assert outcome.error == expected
+    assert outcome.traceback is not None and "workers.py" in outcome.traceback
+
+
+@pytest.mark.process
+def test_killed_worker_is_named_with_its_last_action(records: list[Record]) -> None:
+    outcome = run(workers.killed, records)
+    assert outcome.error == "rank 1 (stage 1, micro-batch 3, in 1F3) was killed by SIGKILL"
+    assert outcome.exit_code == 1
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        (workers.interrupted, "rank 0 was killed by SIGINT"),
+        (workers.keyboard, "rank 0 failed: KeyboardInterrupt: (no message)"),
+        (workers.leaves, "rank 0 failed: SystemExit: 0"),
+        (workers.silent, "rank 1 ended with exit status 0 before the run was over"),
+    ],
+)
+def test_a_worker_that_leaves_early_is_a_failure(
+    entry: Callable[..., None], said: str, records: list[Record]
+) -> None:
+    outcome = run(entry, records)
+    assert (outcome.status, outcome.error) == ("failed", said)
+
+
+@pytest.mark.process
+def test_frozen_rank_is_named(records: list[Record]) -> None:
+    outcome = run(workers.frozen, records)
+    assert outcome.error is not None and outcome.error.startswith("rank 2 went silent")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_to_the_parent_ends_workers_and_their_children(signum: int, code: int) -> None:
+    children: list[int] = []
+
+    def on_record(record: Record) -> None:
+        children.append(record.meta["threads"])
+        if len(children) == 2:
+            os.kill(os.getpid(), signum)
+
+    outcome = in_processes(job_of(2), on_record, workers.with_children)
+    assert (outcome.status, outcome.exit_code) == ("interrupted", code)
+    _gone(children)
+
+
+def _gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while any(_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a worker's child outlived it"
+        time.sleep(0.02)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.process
+def test_error_of_the_listener_ends_the_workers() -> None:
+    def on_record(record: Record) -> None:
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        in_processes(job_of(2), on_record, workers.with_children)
+
+
+@pytest.mark.process
+def test_threads_per_worker_reach_the_worker(records: list[Record]) -> None:
+    run(workers.good, records, ranks=2, threads_per_worker=3)
+    assert {r.meta["threads"] for r in records if r.kind == "ready"} == {3}
+
+
+def test_threads_share_out_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for ranks, replicas in ((1, 1), (2, 1), (2, 2), (64, 4)):
+        each = threads_per_worker(job_of(ranks, replicas))
+        assert each >= 1 and (each == 1 or each * ranks * replicas <= cores())
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert threads_per_worker(job_of(4)) == 7
+    assert threads_per_worker(job_of(4, threads_per_worker=2)) == 2
+
+
+@pytest.fixture
+def same_threads() -> Iterator[None]:
+    before = threading.active_count()
+    yield
+    assert threading.active_count() == before

@@ -1,0 +1,90 @@
+"""Workers for the launcher's tests: each takes (job, rank, where to meet, post), as the real one does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engine.job import Job
+from engine.plan.actions import Action, Op
+from engine.records import encode
+from engine.runtime import position
+from engine.runtime.transport import PeerLost, PeerTimeout
+
+Post = Callable[[bytes], None]
+
+
+def _hello(rank: int, post: Post) -> None:
+    post(encode("ready", {"rank": rank, "pid": os.getpid(), "device": "cpu", "threads": torch.get_num_threads()}))
+
+
+def good(job: Job, rank: int, meeting: Any, post: Post) -> None:
+    _hello(rank, post)
+    logging.getLogger("user").info("hello from %d", rank)
+    post(encode("done", {"rank": rank}))
+
+
+def silent(job: Job, rank: int, meeting: Any, post: Post) -> None:
+    """Rank 1 returns without having said that it is done."""
+    good(job, rank, meeting, post) if rank != 1 else None
+
+
+def raises(job: Job, rank: int, meeting: Any, post: Post) -> None:
+    """Rank 1 raises in 1B2; the others see its end a little later, or are told of it first."""
+    _hello(rank, post)
+    if rank == 1:
+        time.sleep(0.1)
+        error = ArithmeticError("the loss is not finite")
+        error.stage, error.microbatch, error.action = 1, 2, "1B2"  # type: ignore[attr-defined]
+        raise error
+    raise PeerLost("rank 1 closed its end", 1)
+
+
+def killed(job: Job, rank: int, meeting: Any, post: Post) -> None:
+    """Rank 1 is killed in 1F3 while the others are busy and deaf to SIGTERM."""
+    _hello(rank, post)
+    if rank == 1:
+        position.here()[0] = Action(1, Op.F, 3).pack()
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
+
+
+def interrupted(job: Job, rank: int, meeting: Any, post: Post) -> None:
+    """Somebody sends SIGINT to rank 0 alone."""
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+
+
+def keyboard(job: Job, rank: int, meeting: Any, post: Post) -> None:
+    if rank == 0:
+        raise KeyboardInterrupt
+    time.sleep(60)
+
+
+def leaves(job: Job, rank: int, meeting: Any, post: Post) -> None:
+    sys.exit(0) if rank == 0 else time.sleep(60)
+
+
+def frozen(job: Job, rank: int, meeting: Any, post: Post) -> None:
+    """Rank 2 stops; rank 1 waits for it and rank 0 for rank 1, each until its time limit."""
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.2 * (rank + 1))
+    raise PeerTimeout(f"nothing from rank {rank + 1} for 1 s", rank + 1)
+
+
+def with_children(job: Job, rank: int, meeting: Any, post: Post) -> None:
+    """A child of each worker, as a data loader has, and no end."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    post(encode("ready", {"rank": rank, "pid": os.getpid(), "device": "cpu", "threads": child.pid}))
+    time.sleep(60)
