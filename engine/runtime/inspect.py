@@ -50,7 +50,7 @@ class FakeModel:
         with self._mode, torch.device(device):
             made = factories()
             self.names = [name for name, _ in made]
-            self.modules = [_built(name, factory).to(dtype) for name, factory in made]
+            self.modules = [_cast(_built(name, factory), dtype) for name, factory in made]
         if len(set(self.names)) != len(self.names):
             twice = sorted({n for n in self.names if self.names.count(n) > 1})
             raise ValueError(f"layer names must differ; given more than once: {', '.join(twice)}")
@@ -121,4 +121,20 @@ def _built(name: str, factory: Callable[[], nn.Module]) -> nn.Module:
         raise ValueError(f"layer {name!r} cannot be built: {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
         raise ValueError(f"the factory of layer {name!r} returned a {type(module).__name__}, not an nn.Module")
+    return module
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """`module.to(dtype)`, which a fake module refuses: its floating parameters and buffers, shared ones still shared."""
+    made: dict[Tensor, Tensor] = {}
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):
+            for name, tensor in table.items():
+                if tensor is None or not tensor.is_floating_point() or tensor.dtype == dtype:
+                    continue
+                if tensor not in made:
+                    moved = tensor.detach().to(dtype)
+                    parameter = isinstance(tensor, nn.Parameter)
+                    made[tensor] = nn.Parameter(moved, tensor.requires_grad) if parameter else moved
+                table[name] = made[tensor]  # type: ignore[assignment]
     return module
