@@ -57,3 +57,110 @@ class TokenLoss:
 
     def count(self, target: Tensor) -> int:
         return int((target != -100).sum())
+
+
+class Ends(nn.Module):
+    """A linear layer whose output is handed on in the layout that `how` names."""
+
+    def __init__(self, width: int, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 2 * width)
+        self.how = how
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.linear(x)
+        half = y.shape[-1] // 2
+        if self.how == "transposed":
+            return y[..., :half].transpose(0, 1).contiguous().transpose(0, 1)
+        if self.how == "sliced":
+            return y[..., ::2]
+        if self.how == "expanded":
+            return y[..., :1].expand(*y.shape[:-1], half)
+        if self.how == "dict":
+            ids = torch.arange(x.shape[0])
+            return {"ids": ids, "h": (y[..., :half], y[..., half:]), "mask": None, "n": 3, "keep": ids % 2 == 0}
+        raise AssertionError(self.how)
+
+
+class Begins(nn.Module):
+    """Takes what `Ends` hands on; its first operation works in place."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Any) -> Tensor:
+        if isinstance(x, dict):
+            a, b = x["h"]
+            x = torch.where(x["keep"][:, None, None], a, b * x["n"]) + x["ids"][:, None, None]
+        else:
+            x.mul_(0.5).add_(1.0)
+        return self.linear(x)
+
+
+def odd_boundary(how: str, width: int = 8, classes: int = 5) -> Layers:
+    """Two layers with an unusual boundary between them, then a plain one."""
+    return [
+        ("ends", lambda: Ends(width, how)),
+        ("begins", lambda: Begins(width)),
+        ("head", lambda: nn.Linear(width, classes)),
+    ]
+
+
+class Sometimes(nn.Module):
+    """A branch that only runs in micro-batches whose first sample has a positive first feature."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.always, self.branch = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.always(x)
+        return y + self.branch(x) if not _fake(x) and float(x[0].flatten()[0]) > 0 else y
+
+
+def _fake(x: Tensor) -> bool:
+    return type(x).__name__ == "FakeTensor"
+
+
+def sometimes(width: int = 8, classes: int = 5) -> Layers:
+    return [("first", lambda: Sometimes(width)), ("tanh", nn.Tanh), ("head", lambda: nn.Linear(width, classes))]
+
+
+class Normed(nn.Module):
+    """Linear and BatchNorm over the flattened positions."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.linear(x).flatten(0, 1)).view(x.shape)
+
+
+def normed(width: int = 8, classes: int = 5) -> Layers:
+    return [("a", lambda: Normed(width)), ("b", lambda: Normed(width)), ("head", lambda: nn.Linear(width, classes))]
+
+
+class Fails(nn.Module):
+    """Raises in the `at`-th real forward."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at, self.seen = at, 0
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not _fake(x):
+            if self.seen == self.at:
+                raise ArithmeticError("the toy fails as asked")
+            self.seen += 1
+        return x * self.weight
+
+
+def failing(at: int = 2, width: int = 8, classes: int = 5) -> Layers:
+    return [
+        ("block", lambda: Block(width, width, 0.0)),
+        ("fails", lambda: Fails(at)),
+        ("head", lambda: nn.Linear(width, classes)),
+    ]

@@ -1,0 +1,131 @@
+"""What crosses a boundary: any nesting, any dtype and layout, exactly; and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine.runtime import boundary
+from engine.runtime.boundary import Header, describe, mismatch
+from hypothesis import given
+from hypothesis import strategies as st
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,
+          torch.complex64]  # fmt: skip
+
+
+def through(value: object) -> object:
+    """Send and receive."""
+    spec = describe(value)
+    layout = boundary.forward_layout(spec)
+    buffer = layout.pack(boundary.tensors_of(value), Header(3, 4, 5), CPU)
+    assert buffer.numel() == layout.nbytes
+    tensors, acknowledged = layout.unpack(buffer, Header(3, 4, 0))
+    assert acknowledged == 5
+    received, _ = boundary.enter(tensors, spec, torch.zeros((), requires_grad=True))
+    return received
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    dtype = draw(st.sampled_from(DTYPES))
+    tensor = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+    if len(shape) > 1 and draw(st.booleans()):
+        tensor = tensor.transpose(0, -1)
+    if shape and draw(st.booleans()):
+        tensor = tensor[::2]
+    if shape and draw(st.booleans()):
+        tensor = tensor.expand(2, *tensor.shape)
+    return tensor
+
+
+def _same(a: object, b: object) -> bool:
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(_same, a, b))
+    return a == b
+
+
+leaves = st.one_of(tensors(), st.none(), st.integers(-5, 5), st.booleans(), st.text(max_size=3))
+nestings = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    ),
+    max_leaves=6,
+)
+
+
+@given(nestings)
+def test_any_nesting_arrives_as_it_was(value: object) -> None:
+    assert _same(through(value), value)
+
+
+def test_dense_layouts_keep_their_strides() -> None:
+    """The last digits of a product depend on its operands' layout."""
+    for tensor in (
+        torch.randn(3, 4).t(),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(2, 3, 4).permute(2, 0, 1),
+        torch.randn(1, 5).t(),
+    ):
+        received = through(tensor)
+        assert torch.equal(received, tensor)
+        assert received.stride() == tensor.stride()
+        assert received.data_ptr() % 64 == 0
+
+
+def test_gradients_come_back_and_absent_ones_stay_absent() -> None:
+    spec = describe((torch.ones(2, requires_grad=True), torch.arange(3), torch.ones(4, requires_grad=True)))
+    layout = boundary.forward_layout(spec)
+    sent = [torch.full((2,), 3.0), torch.arange(3), torch.ones(4)]
+    received, _ = layout.unpack(layout.pack(sent, Header(0, 0, 0), CPU), Header(0, 0, 0))
+    (a, ids, _), box = boundary.enter(received, spec, torch.zeros((), requires_grad=True))
+    assert not ids.requires_grad
+    (a * a).sum().backward()
+    assert box[0].tolist() == [6.0, 6.0]
+    assert box[1] is None
+    back = boundary.backward_layout(spec)
+    gradients, _ = back.unpack(back.pack(box, Header(1, 0, 0), CPU), Header(1, 0, 0))
+    assert gradients[0].tolist() == [6.0, 6.0]
+    assert gradients[1] is None
+
+
+def test_an_in_place_first_layer_spoils_nothing() -> None:
+    """Two tensors of one message: one is changed in place after the other was saved for backward."""
+    spec = describe((torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)))
+    layout = boundary.forward_layout(spec)
+    tensors, _ = layout.unpack(layout.pack([torch.ones(2), torch.ones(2)], Header(0, 0, 0), CPU), Header(0, 0, 0))
+    (a, b), box = boundary.enter(tensors, spec, torch.zeros((), requires_grad=True))
+    saved = b * b
+    (a.mul_(3).relu_() + saved).sum().backward()
+    assert box[0].tolist() == [3.0, 3.0]
+    assert box[1].tolist() == [2.0, 2.0]
+
+
+def test_a_message_out_of_step_is_found() -> None:
+    layout = boundary.forward_layout(describe(torch.ones(2)))
+    buffer = layout.pack([torch.ones(2)], Header(1, 2, 0), CPU)
+    with pytest.raises(RuntimeError, match="expected stage 1, micro-batch 3.*received stage 1, micro-batch 2"):
+        layout.unpack(buffer, Header(1, 3, 0))
+
+
+def test_differences_are_named() -> None:
+    spec = describe({"h": torch.ones(2, 3), "n": 3})
+    assert mismatch({"h": torch.zeros(2, 3), "n": 3}, spec) is None
+    assert "[2, 4] float32 instead of [2, 3] float32" in str(mismatch({"h": torch.ones(2, 4), "n": 3}, spec))
+    assert "float64 instead of" in str(mismatch({"h": torch.ones(2, 3).double(), "n": 3}, spec))
+    assert "4 instead of 3" in str(mismatch({"h": torch.ones(2, 3), "n": 4}, spec))
+    assert "structure" in str(mismatch([torch.ones(2, 3), 3], spec))
+    assert "requires_grad" in str(mismatch({"h": torch.ones(2, 3, requires_grad=True), "n": 3}, spec))
+
+
+def test_objects_are_refused_by_type() -> None:
+    with pytest.raises(ValueError, match="a set crosses"):
+        describe((torch.ones(1), {1, 2}))

@@ -1,0 +1,221 @@
+"""The executor and what stands around it, with ranks as threads."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from engine.runtime.worker import Worker
+from engine.settings import Eval
+from harness import Ran, plain, run_threads, settings
+from test_parity import close, equal
+
+SCHEDULES = ("naive", "gpipe", "1f1b")
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 4), (3, 2), (4, 8), (4, 2)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_in_flight_is_exactly_the_schedules(schedule: str, ranks: int, microbatches: int) -> None:
+    """Live graphs, counted by weak references to the real outputs' graphs, not by the engine."""
+    alive: list[dict[int, int]] = [{"now": 0, "peak": 0} for _ in range(ranks)]  # type: ignore[misc]
+
+    def probe(worker: Worker) -> None:
+        count: Any = alive[worker.rank]
+
+        def gone() -> None:
+            count["now"] -= 1
+
+        def hook(_: Any, __: Any, output: Any) -> None:
+            mask = torch.ones_like(output)
+            weakref.finalize(mask, gone)
+            count["now"] += 1
+            count["peak"] = max(count["peak"], count["now"])
+            return output * mask  # the graph keeps the mask alive until the backward has used it
+
+        (stage,) = worker.stages.values()
+        stage.layers[0].module.register_forward_hook(hook)
+
+    ran = run_threads(settings(schedule, ranks, microbatches), probe)
+    want = {
+        "naive": [1] * ranks,
+        "gpipe": [microbatches] * ranks,
+        "1f1b": [min(microbatches, ranks - r) for r in range(ranks)],
+    }[schedule]
+    assert [count["peak"] for count in alive] == want  # type: ignore[index]
+    assert [count["now"] for count in alive] == [0] * ranks  # type: ignore[index]
+    for record in ran.of("step"):
+        assert record.meta["peak_in_flight"] == want[record.meta["rank"]]
+
+
+def test_memory_of_1f1b_is_flat_in_microbatches() -> None:
+    """Peak bytes depend on what is in flight, messages held by the links included."""
+    peaks = []
+    for microbatches in (4, 8, 16):
+        held = []
+
+        def watch(worker: Worker, held: list[int] = held) -> None:
+            send = worker.links.send
+
+            def counted(*arguments: Any) -> None:
+                send(*arguments)
+                held.append(worker.links.outstanding)
+
+            worker.links.send = counted  # type: ignore[method-assign]
+
+        ran = run_threads(settings("1f1b", 3, microbatches, global_batch_size=2 * microbatches), watch)
+        peaks.append(
+            [max(r.meta["peak_activation_bytes"] for r in ran.of("step") if r.meta["rank"] == k) for k in range(3)]
+        )
+        assert max(held) <= 2 * 3
+    assert peaks[0] == peaks[1] == peaks[2]
+    assert peaks[0][0] > peaks[0][2] > 0
+
+
+@pytest.mark.parametrize("how", ["transposed", "sliced", "expanded", "dict"])
+def test_unusual_boundaries(how: str) -> None:
+    model = {"_target_": "toys.odd_boundary", "how": how, "loss": {"_target_": "toys.TokenLoss"}}
+    base = settings("1f1b", 2, 3, model=model, partition={"name": "manual", "split": ["begins"]}, global_batch_size=7)
+    expected, _ = plain(base, microbatched=True)
+    for schedule in SCHEDULES:
+        ran = run_threads(replace(base, schedule={"name": schedule}))
+        if how == "transposed":
+            assert equal(ran.state(), expected)
+        close(ran.state(), expected)
+
+
+def test_a_branch_used_by_one_microbatch_of_one_replica() -> None:
+    """What was not used anywhere keeps its value (weight decay is on); what was used somewhere is reduced."""
+    model = {"_target_": "toys.sometimes", "loss": {"_target_": "toys.TokenLoss"}}
+    base = settings("1f1b", 2, 4, 2, model=model, global_batch_size=8)
+    expected, _ = plain(base, microbatched=True)
+    ran = run_threads(base)
+    close(ran.state(), expected)
+    assert equal(ran.state(0), ran.state(1))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_dropout_depends_on_neither_ranks_nor_schedule(replicas: int) -> None:
+    model = {"_target_": "toys.mlp4", "p": 0.4, "loss": {"_target_": "toys.TokenLoss"}}
+    base = settings("gpipe", 1, 4, replicas, model=model)
+    expected, _ = plain(base, microbatched=True)
+    without, _ = plain(replace(base, model={**model, "p": 0.0}), microbatched=True)
+    with pytest.raises(AssertionError):
+        close(without, expected)
+    for ranks in (1, 2, 4):
+        for schedule in SCHEDULES:
+            ran = run_threads(settings(schedule, ranks, 4, replicas, model=model))
+            if replicas == 1:
+                assert equal(ran.state(), expected)
+            close(ran.state(), expected)
+
+
+def test_initial_weights_depend_on_the_seed_and_the_layer_only() -> None:
+    def initial(**changes: Any) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+
+        def keep(worker: Worker) -> None:
+            if worker.replica == worker.job.replicas - 1:
+                found.update({k: v.clone() for s in worker.stages.values() for k, v in s.state_dict().items()})
+
+        run_threads(settings(steps=1, **changes), keep)
+        return found
+
+    one = initial(ranks=1)
+    assert equal(one, initial(ranks=4, schedule="1f1b"))
+    assert equal(one, initial(ranks=2, replicas=2))
+    assert not equal(one, initial(ranks=1, seed=1))
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_accumulation_equals_one_pass(schedule: str, accumulate: int) -> None:
+    base = settings(schedule, 2, 2, accumulate=accumulate, global_batch_size=13, clip_norm=0.05)
+    expected, losses = plain(base, microbatched=True)
+    ran = run_threads(base)
+    assert equal(ran.state(), expected)
+    assert ran.losses() == pytest.approx(losses, rel=1e-12)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_short_last_batches_train(replicas: int) -> None:
+    """10 samples in batches of 9: the last batch of an epoch has one sample, less than M and less than R."""
+    data = {"_target_": "toys.Tokens", "samples": 10}
+    base = settings("1f1b", 2, 3, replicas, global_batch_size=9, steps=None, epochs=2, data=data)
+    expected, losses = plain(base, microbatched=True)
+    ran = run_threads(base)
+    close(ran.state(), expected)
+    assert len(ran.losses()) == 4
+    assert ran.losses() == pytest.approx(losses, rel=1e-9)
+
+
+def test_evaluation_counts_exactly_and_leaves_training_alone() -> None:
+    data = {"_target_": "toys.Tokens", "evaluation": {"samples": 13}}
+    model = {"_target_": "toys.normed", "loss": {"_target_": "toys.TokenLoss"}}
+    alone = run_threads(settings("1f1b", 3, 4, data=data, model=model))
+    for every, batch_size, want in ((1, 5, 3), (2, None, 2), (None, 64, 1)):
+        ran = run_threads(settings("1f1b", 3, 4, data=data, model=model, eval=Eval(every, batch_size)))
+        assert equal(ran.state(), alone.state())
+        assert ran.losses() == alone.losses()
+        found = [r.meta for r in ran.of("evaluation")]
+        assert len(found) == want
+        assert {m["samples"] for m in found} == {13}
+    results = {tuple(_totals(run_threads(settings(s, p, m, data=data, eval=Eval(None, size)))))
+               for s, p, m, size in (("gpipe", 1, 1, 13), ("naive", 4, 2, 5))}  # fmt: skip
+    (loss_a, *counts_a), (loss_b, *counts_b) = results if len(results) == 2 else [*results, *results]
+    assert counts_a == counts_b
+    assert loss_a == pytest.approx(loss_b, rel=1e-12)
+
+
+def test_evaluation_over_replicas_borrows_the_first_ones_statistics() -> None:
+    data = {"_target_": "toys.Tokens", "evaluation": {"samples": 13}}
+    model = {"_target_": "toys.normed", "loss": {"_target_": "toys.TokenLoss"}}
+    alone = run_threads(settings("1f1b", 2, 2, 2, data=data, model=model))
+    ran = run_threads(settings("1f1b", 2, 2, 2, data=data, model=model, eval=Eval(1, 4)))
+    for replica in (0, 1):
+        assert equal(ran.state(replica), alone.state(replica))
+    assert not equal(ran.state(0), ran.state(1))
+    last = [r.meta for r in ran.of("evaluation") if r.meta["step"] == 3]
+    assert sum(m["samples"] for m in last) == 13
+    one = run_threads(settings("1f1b", 1, 2, data=data, model=model, steps=1))
+    assert one.job.eval_samples == 13
+
+
+def _totals(ran: Ran) -> list[float]:
+    (meta,) = [r.meta for r in ran.of("evaluation")]
+    return [meta["loss_sum"], meta["loss_count"], meta["samples"]]
+
+
+def test_an_error_says_where_it_happened() -> None:
+    model = {"_target_": "toys.failing", "at": 6, "loss": {"_target_": "toys.TokenLoss"}}
+    wanted = settings("1f1b", 3, 4, model=model)
+    with pytest.raises(ArithmeticError) as caught:
+        run_threads(wanted)
+    error: Any = caught.value
+    assert (error.stage, error.microbatch, error.action) == (1, 2, "1F2")
+
+
+def test_spans_and_windows_follow_one_another() -> None:
+    """Windows of a rank are adjacent, spans lie inside them, and every action has one."""
+    ran = run_threads(settings("1f1b", 2, 4, clip_norm=1.0))
+    for rank in (0, 1):
+        steps = [r for r in ran.of("step") if r.meta["rank"] == rank]
+        for before, after in zip(steps, steps[1:], strict=False):
+            assert before.meta["window"][1] == after.meta["window"][0]
+        for record in steps:
+            start, end = record.meta["window"]
+            spans = record.arrays["spans"]
+            assert (spans[:, 3] >= start).all()
+            assert (spans[:, 4] <= end).all()
+            assert (spans[:, 3] <= spans[:, 4]).all()
+            forward = [tuple(row[1:3]) for row in spans.tolist() if row[0] == 0]
+            assert forward == [(rank, m) for m in range(4)]
+
+
+def test_untraced_steps_carry_no_spans() -> None:
+    from engine.settings import Trace
+
+    ran = run_threads(settings("gpipe", 2, 2, trace=Trace(every=2)))
+    assert [len(r.arrays["spans"]) > 0 for r in ran.of("step") if r.meta["rank"] == 0] == [True, False, True]
