@@ -8,6 +8,7 @@ Exit codes: 0 all well; 1 a run failed; 2 the configuration is wrong, nothing wa
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import sys
@@ -18,23 +19,41 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from engine import run
 from engine.complaints import explain
-from engine.config import load
-from engine.runtime import interrupt
+from engine.config import CONF, load
+from engine.runtime import environment, interrupt
 from engine.runtime.verdict import Outcome
-from engine.settings import Settings
-
-CONF = Path(__file__).resolve().parent.parent / "conf"  # beside the package: a `conf/` of the user does not shadow it
 
 _outcomes: list[Outcome] = []  # of the jobs of this call of main, in order
 
 
 def main() -> int:
     """Run what sys.argv asks for; returns the exit code."""
+    logging.getLogger().setLevel(logging.INFO)
+    return _join() if environment.joined() else _compose()
+
+
+def _join() -> int:
+    """One of the ranks that a launcher started: only rank 0 reads the command line."""
+    from engine.runtime.joined import meeting
+
+    here = meeting()
+    if here.rank != 0:
+        return here.follow()
+    # torch.distributed.launch adds this argument; the environment says the same.
+    sys.argv[1:] = [a for a in sys.argv[1:] if not a.startswith(("--local-rank", "--local_rank"))]
+    code = _compose()
+    here.dismiss(code, _outcomes[-1].error if _outcomes else None)
+    return code
+
+
+def _compose() -> int:
+    """Hydra composes and runs the job or the sweep."""
     OmegaConf.register_new_resolver("engine.token", lambda: secrets.token_hex(3), use_cache=True, replace=True)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra hands its errors on instead of printing them and exiting
     _outcomes.clear()
@@ -42,9 +61,11 @@ def main() -> int:
         with interrupt.raising():
             hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(_job)()
     except KeyboardInterrupt as error:
-        return report(run.outcome_of(error))
+        _outcomes.append(run.outcome_of(error))
+        return report(_outcomes[-1])
     except (HydraException, OmegaConfBaseException) as error:
-        return report(Outcome("failed", explain(error), run.REFUSED))
+        _outcomes.append(Outcome("failed", explain(error), run.REFUSED))
+        return report(_outcomes[-1])
     return max((outcome.exit_code for outcome in _outcomes), default=0)
 
 
@@ -61,8 +82,9 @@ def report(outcome: Outcome) -> int:
 def _job(config: DictConfig) -> Outcome:
     """One job of Hydra's. Only an interruption is raised: it is meant for the whole sweep."""
     runtime = HydraConfig.get().runtime
-    settings: Settings | None = None
     try:
+        if environment.joined() and HydraConfig.get().mode is RunMode.MULTIRUN:
+            raise ValueError("a sweep starts its own ranks: run it without torchrun")
         settings = load(config)
     except ValueError as error:
         outcome = run.finish(Path(runtime.output_dir), run.outcome_of(run.SettingsError(str(error))), None)

@@ -13,6 +13,7 @@ import types
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
@@ -24,6 +25,7 @@ from engine.settings import Settings
 
 T = TypeVar("T")
 
+CONF = Path(__file__).resolve().parent.parent / "conf"  # beside the package: a `conf/` of the user does not shadow it
 DEFAULT_STEPS = 20
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -62,7 +64,7 @@ def load(config: DictConfig) -> Settings:
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True, enum_to_str=True)
     except OmegaConfBaseException as error:
-        raise ValueError(f"the configuration cannot be resolved: {first_line(error)}") from error
+        raise ValueError(f"{error.full_key or 'the configuration'} cannot be resolved: {first_line(error)}") from error
     assert isinstance(plain, dict)
     return from_plain({str(key): value for key, value in plain.items()})
 

@@ -25,7 +25,7 @@ from engine.plan.summary import CSV_NAME, plan_summary, plan_text
 from engine.plan.text import to_csv
 from engine.plan.verify import verify
 from engine.records import Record
-from engine.runtime import interrupt
+from engine.runtime import environment, interrupt
 from engine.runtime.verdict import Outcome
 from engine.settings import Settings
 
@@ -117,7 +117,7 @@ def write_plan(
 
 def _prepared(settings: Settings, start_dir: str, run_dir: str) -> Job:
     """Everything that can be refused is refused here."""
-    if settings.launch == "processes":
+    if settings.launch == "processes" and not environment.joined():
         from engine.runtime.supervise import warm_up
 
         warm_up()
@@ -126,10 +126,25 @@ def _prepared(settings: Settings, start_dir: str, run_dir: str) -> Job:
     from engine.runtime.prepare import prepare
 
     try:
+        _check_launcher(settings)
         one_of("allreduce.name", settings.allreduce.name, COLLECTIVES)
         return prepare(settings, start_dir, run_dir)
     except ValueError as error:
         raise SettingsError(str(error)) from error
+
+
+def _check_launcher(settings: Settings) -> None:
+    """What a launcher started must be what the configuration asks for."""
+    if not environment.joined():
+        return
+    started = environment.launched_world()
+    if settings.launch != "processes":
+        raise ValueError(f"launch={settings.launch} has all ranks in one process, but the launcher started {started}")
+    if settings.world != started:
+        raise ValueError(
+            f"pipeline.ranks={settings.pipeline.ranks} x data_parallel.replicas={settings.data_parallel.replicas} are "
+            f"{settings.world} ranks, but the launcher started {started} (nnodes x nproc-per-node): make them equal"
+        )
 
 
 def _describe(job: Job, folder: Path, recorder: Recorder) -> None:

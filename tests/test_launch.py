@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import workers
 
 from engine.job import Job
 from engine.plan.actions import Placement
 from engine.plan.lowering import lower
 from engine.plan.schedules import build
 from engine.records import Record
-from engine.runtime.launch import in_processes, in_threads
-from engine.runtime.rank import cores, threads_per_worker
+from engine.runtime.environment import cores
+from engine.runtime.launch import in_processes
+from engine.runtime.rank import threads_per_worker
 from engine.runtime.supervise import warm_up
 from engine.runtime.verdict import Outcome
 from engine.settings import DataParallel, Pipeline, Settings
-import workers
 
 LIMIT_S = 15.0  # the promise: within this time everything is gone
 
@@ -105,9 +106,7 @@ def test_killed_worker_is_named_with_its_last_action(records: list[Record]) -> N
         (workers.silent, "rank 1 ended with exit status 0 before the run was over"),
     ],
 )
-def test_a_worker_that_leaves_early_is_a_failure(
-    entry: Callable[..., None], said: str, records: list[Record]
-) -> None:
+def test_a_worker_that_leaves_early_is_a_failure(entry: Callable[..., None], said: str, records: list[Record]) -> None:
     outcome = run(entry, records)
     assert (outcome.status, outcome.error) == ("failed", said)
 

@@ -12,15 +12,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from engine.job import Job
 from engine.records import decode
-from engine.runtime import interrupt
-from engine.runtime.rank import guarded, limit_threads
+from engine.runtime import environment, interrupt, joined
+from engine.runtime.rank import guarded, limit_threads, thread_logging, work
 from engine.runtime.supervise import Entry, OnRecord, Supervisor
 from engine.runtime.verdict import Outcome, Verdict
 
@@ -33,6 +33,8 @@ LEAVE_GRACE_S = 10.0  # for the other threads, after the first that failed: a th
 
 def launch(job: Job, on_record: OnRecord) -> Outcome:
     """Run every rank of `job`; `on_record` gets each record in this thread. No worker outlives the call."""
+    if environment.joined():
+        return joined.meeting().lead(job, on_record)
     return in_threads(job, on_record) if job.settings.launch == "threads" else in_processes(job, on_record)
 
 
@@ -88,17 +90,16 @@ def in_threads(job: Job, on_record: OnRecord, entry: Entry | None = None) -> Out
     return verdict.outcome(signum)
 
 
-def _work(job: Job, rank: int, hub: Any, post: Callable[[bytes], None]) -> None:
-    from engine.runtime import worker
-
-    worker.run(job, rank, hub.transport(rank), post)
+def _work(job: Job, rank: int, hub: ThreadHub, post: Callable[[bytes], None]) -> None:
+    work(job, rank, hub.transport(rank), post)
 
 
 def _thread(job: Job, rank: int, hub: ThreadHub, events: Events, entry: Entry) -> threading.Thread:
     def main() -> None:
         limit_threads(job)
-        if not guarded(rank, events.put, lambda: entry(job, rank, hub, events.put)):
-            hub.abort()
+        with thread_logging(rank, events.put):
+            if not guarded(rank, events.put, lambda: entry(job, rank, hub, events.put)):
+                hub.abort()
         events.put(None)
 
     return threading.Thread(target=main, name=f"rank {rank}", daemon=True)

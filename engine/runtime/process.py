@@ -15,6 +15,7 @@ from typing import Any
 from engine.job import Job
 from engine.runtime import position
 from engine.runtime import rank as surroundings
+from engine.runtime.meet import client, connect
 
 
 def main(entry: Any, job: Job, rank: int, meeting: Any, pipe: Connection, positions: MutableSequence[int]) -> None:
@@ -60,8 +61,5 @@ def _leave_with_parent() -> None:
 
 def join_and_work(job: Job, rank: int, address: tuple[str, int], post: surroundings.Post) -> None:
     """Meet the other ranks at the parent's store, then do this rank's work."""
-    from engine.runtime import worker
-    from engine.runtime.meet import client, connect
-
     transport = connect(job, rank, client(address, job.settings.timeout_s))
     surroundings.work(job, rank, transport, post)

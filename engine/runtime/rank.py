@@ -10,15 +10,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from engine.job import Job
 from engine.records import encode
-from engine.runtime.transport import PeerError
+from engine.runtime.environment import cores
+from engine.runtime.transport import PeerError, Transport
 
 Post = Callable[[bytes], None]
 
@@ -31,6 +33,19 @@ def guarded(rank: int, post: Post, work: Callable[[], None]) -> bool:
         post(error_record(rank, error))
         return False
     return True
+
+
+def work(job: Job, rank: int, transport: Transport, post: Post) -> None:
+    """The rank's whole work, and the end of its transport: orderly, or at once where it failed."""
+    from engine.runtime import worker
+
+    try:
+        worker.run(job, rank, transport, post)
+    except BaseException:
+        transport.abort()
+        raise
+    with contextlib.suppress(PeerError):  # all is done here; a peer that failed reports that itself
+        transport.close()
 
 
 def error_record(rank: int, error: BaseException) -> bytes:
@@ -61,24 +76,24 @@ def threads_per_worker(job: Job) -> int:
     return max(1, cores() // job.world)
 
 
-def cores() -> int:
-    """Processor cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def limit_threads(job: Job) -> None:
     """Set the calling thread's number of torch threads."""
     torch.set_num_threads(threads_per_worker(job))
 
 
 class PostLog(logging.Handler):
-    """Sends log lines to the parent as `log` records."""
+    """Sends log lines of a rank to the parent as `log` records.
 
-    def __init__(self, rank: int, post: Post) -> None:
-        super().__init__()
-        self._rank, self._post = rank, post
+    Where ranks are threads of one process, only lines of the thread that made the handler are this rank's.
+    """
+
+    def __init__(self, rank: int, post: Post, thread: int | None = None) -> None:
+        super().__init__(logging.INFO)
+        self._rank, self._post, self._thread = rank, post, thread
 
     def emit(self, record: logging.LogRecord) -> None:
+        if self._thread not in (None, record.thread):
+            return
         meta = {"rank": self._rank, "level": record.levelno, "logger": record.name, "message": self.format(record)}
         with contextlib.suppress(OSError):  # the parent is gone, and soon this process
             self._post(encode("log", meta))
@@ -90,3 +105,14 @@ def forward_logging(rank: int, post: Post) -> None:
     root.handlers[:] = [PostLog(rank, post)]
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
+
+
+@contextlib.contextmanager
+def thread_logging(rank: int, post: Post) -> Iterator[None]:
+    """In a thread: its log lines go to the parent's recorder too, as long as the rank works."""
+    root, handler = logging.getLogger(), PostLog(rank, post, threading.get_ident())
+    root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)

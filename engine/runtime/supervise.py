@@ -108,6 +108,8 @@ class Supervisor:
         while True:
             if deadline is None and self.verdict.failed:
                 deadline = time.monotonic() + PEER_GRACE_S
+            elif deadline is None and all(w.done for w in self.workers):
+                deadline = time.monotonic() + LEAVE_GRACE_S
             if self.verdict.certain and deadline is not None:
                 deadline = min(deadline, time.monotonic() + SURE_GRACE_S)
             if not self._running() or (deadline is not None and time.monotonic() >= deadline):

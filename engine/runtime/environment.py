@@ -1,0 +1,27 @@
+"""What the surroundings of this process say: who started it, and how many cores it may use. Without torch."""
+
+from __future__ import annotations
+
+import os
+
+LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
+
+
+def joined() -> bool:
+    """Whether a launcher started this process as one rank of several."""
+    return all(name in os.environ for name in LAUNCHER)
+
+
+def launched_world() -> int:
+    """How many ranks the launcher started."""
+    return int(os.environ["WORLD_SIZE"])
+
+
+def one_host() -> bool:
+    """Whether all ranks of the run are on this host: always, unless a launcher says otherwise."""
+    return not joined() or os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ["WORLD_SIZE"]
+
+
+def cores() -> int:
+    """Processor cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
