@@ -122,6 +122,11 @@ class Placement:
         way = np.array(self.direction[:microbatches] or [0] * microbatches, dtype=np.int64)
         return np.array(self.rank_of, dtype=np.int64)[way].T
 
+    @property
+    def homes(self) -> list[tuple[int, int]]:
+        """(rank, stage) for every copy of every stage, sorted."""
+        return sorted({(rank, stage) for way in self.rank_of for stage, rank in enumerate(way)})
+
     def stages_of(self, rank: int) -> list[int]:
         """Stages that live on `rank`, ascending, each once."""
         return sorted({s for way in self.rank_of for s, r in enumerate(way) if r == rank})

@@ -64,6 +64,14 @@ class Flat:
         table[self.stage[indices], self.microbatch[indices]] = indices
         return table
 
+    def last(self, *ops: Op) -> dict[tuple[int, int], int]:
+        """(rank, stage) -> the index of the last action that is one of `ops`; without those that have none."""
+        indices = np.flatnonzero(self.having(*ops))[::-1]
+        places = self.rank[indices] * self.program.stages + self.stage[indices]
+        keys, at = np.unique(places, return_index=True)
+        pairs = zip(keys.tolist(), indices[at].tolist(), strict=True)
+        return {divmod(key, self.program.stages): index for key, index in pairs}
+
     def action(self, index: int) -> Action:
         return Action.unpack(int(self.codes[index]))
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.plan.actions import COMPUTE, Op, Program, Row, pack
+from engine.plan.actions import COMPUTE, NO_MICROBATCH, Op, Program, Row, pack
 from engine.plan.dependencies import Flat
 
 Channel = tuple[int, int, str]
@@ -109,17 +109,20 @@ def _in_channel_order(flat: Flat, made: Row, needed: Row) -> Row:
 
 
 def _reductions(flat: Flat, unit: Row) -> _Items:
-    """One REDUCE per rank and stage, where the stage's gradients are complete."""
-    last: dict[tuple[int, int], int] = {}
-    for index in np.flatnonzero(flat.having(Op.B, Op.W)).tolist():
-        last[int(flat.rank[index]), int(flat.stage[index])] = index
-    at = np.array(list(last.values()), dtype=np.int64)
-    return _items(pack(Op.REDUCE, flat.stage[at], -1), flat.rank[at], unit[at], _REDUCE, at)
+    """One REDUCE per rank and stage, where the stage's gradients are complete.
+
+    A copy of a stage that no micro-batch visits has none to wait for, and still takes part: at the end.
+    """
+    homes, last = flat.program.placement.homes, flat.last(Op.B, Op.W)
+    rank, stage = np.array(homes, dtype=np.int64).T
+    at = np.array([last.get(home, len(flat)) for home in homes], dtype=np.int64)
+    units = np.append(unit, len(flat) + 1)
+    return _items(pack(Op.REDUCE, stage, NO_MICROBATCH), rank, units[at], _REDUCE, at)
 
 
 def _steps(program: Program, after: int) -> _Items:
     """STEP of each rank's lowest stage, behind all units."""
-    ranks = [rank for rank in range(program.ranks) if program.placement.stages_of(rank)]
-    lowest = [program.placement.stages_of(rank)[0] for rank in ranks]
-    rank = np.array(ranks, dtype=np.int64)
-    return _items(pack(Op.STEP, lowest, -1), rank, np.full(len(rank), after + 1), _STEP, rank)
+    homes = np.array(program.placement.homes, dtype=np.int64)
+    rank, lowest = np.unique(homes[:, 0], return_index=True)
+    steps = pack(Op.STEP, homes[lowest, 1], NO_MICROBATCH)
+    return _items(steps, rank, np.full(len(rank), after + 1), _STEP, rank)

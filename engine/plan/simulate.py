@@ -80,6 +80,10 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     """
     flat = Flat(compute_only(program))
     waits = dependencies(flat)
+    if (waits.own > np.arange(len(flat))).any():
+        raise ValueError(
+            f"program {program.name} cannot run: an action comes before what it needs; verify() says which"
+        )
     shape = (len(COMPUTE), program.stages, program.microbatches)
     duration = np.broadcast_to(costs.duration, shape)[flat.op, flat.stage, flat.microbatch].astype(np.float64)
     done = progress(flat, waits, duration, _delays(flat, waits.neighbour, costs.transfer))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from engine.plan.actions import Placement, Program
 from engine.plan.simulate import Costs, Figures
 from engine.plan.text import cells, grid
@@ -38,6 +40,7 @@ def plan_summary(
             {"rank": rank, "busy": f.busy, "idle": f.idle, "cost": f.cost, "peak_in_flight": f.peak_in_flight}
             for rank, f in enumerate(figures.per_rank)
         ],
+        "costs": _costs(costs),
         "actions": len(program),
     }
     if program.placement.direction:
@@ -52,6 +55,14 @@ def _placement(placement: Placement) -> list[int] | list[list[int]]:
     if placement.copies == 1:
         return list(placement.rank_of[0])
     return [list(ranks) for ranks in zip(*placement.rank_of, strict=True)]
+
+
+def _costs(costs: Costs) -> dict[str, list[float]]:
+    """Per stage, the mean over micro-batches."""
+    names = ("forward", "backward", "input_backward", "weight_backward")
+    stages = len(costs.transfer)
+    each = np.broadcast_to(costs.duration.mean(axis=-1), (len(names), stages))
+    return dict(zip(names, each.tolist(), strict=True)) | {"transfer": costs.transfer.tolist()}
 
 
 def _listed(program: Program) -> list[list[str]]:

@@ -124,7 +124,6 @@ def _infer(compute: Sequence[tuple[int, Action]], ranks: int, microbatches: int)
 # --- grids ----------------------------------------------------------------------------------------------------------
 
 _MAX_ROWS = 32
-_BEFORE = 5  # columns kept in sight before a marked action
 
 
 def grid(what: Program | Timeline, mark: tuple[int, int] | None = None, width: int = 120) -> str:
@@ -138,22 +137,28 @@ def grid(what: Program | Timeline, mark: tuple[int, int] | None = None, width: i
 
 
 def _program_grid(program: Program, mark: tuple[int, int] | None, width: int) -> str:
-    longest = max((len(row) for row in program.rows), default=0)
     ranks = _window(program.ranks, mark[0] if mark else 0, _MAX_ROWS)
-    head = len(f"rank {program.ranks - 1} | ")
-    begin = max(0, mark[1] - _BEFORE) if mark and 5 * longest + head > width else 0
-    columns: list[list[str]] = []
-    used = head
-    for position in range(begin, longest):
-        column = [_cell(program.rows[rank], position) for rank in ranks]
-        used += 1 + max(map(len, column))
-        if used > width - 4:
-            break
-        columns.append(column)
-    more = longest > begin + len(columns)
-    lines = [["..."] * (begin > 0) + [c[i] for c in columns] + ["..."] * more for i in range(len(ranks))]
-    at = mark[1] - begin + (begin > 0) if mark else None
+    room = width - len(f"rank {program.ranks - 1} | ") - 2 * len("... ")
+    shown, more = _positions(program, ranks, mark[1] if mark else 0, room)
+    lines = []
+    for rank in ranks:
+        texts = [_cell(program.rows[rank], position) for position in shown]
+        lines.append(["..."] * (shown.start > 0) + texts + ["..."] * more)
+    at = mark[1] - shown.start + (shown.start > 0) if mark else None
     return _render(lines, ranks, program.ranks, mark[0] if mark else None, at)
+
+
+def _positions(program: Program, ranks: range, around: int, room: int) -> tuple[range, bool]:
+    """Positions whose columns fit into `room` characters, about half of it before `around`; are there more behind?"""
+    longest = max((len(row) for row in program.rows), default=0)
+    begin, end, used = around, around, 0
+    for limit, back in ((room // 2, True), (room, False), (room, True)):
+        while 0 <= (position := begin - 1 if back else end) < longest:
+            wide = 1 + max(len(_cell(program.rows[rank], position)) for rank in ranks)
+            if used + wide > limit:
+                break
+            used, begin, end = used + wide, begin - back, end + (not back)
+    return range(begin, end), end < longest
 
 
 def _cell(row: Row, position: int) -> str:
