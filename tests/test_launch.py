@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -11,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import workers
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.job import Job
 from engine.plan.actions import Placement
@@ -19,10 +23,11 @@ from engine.plan.lowering import lower
 from engine.plan.schedules import build
 from engine.records import Record
 from engine.runtime.environment import cores
-from engine.runtime.launch import in_processes
+from engine.runtime.launch import in_processes, in_threads
 from engine.runtime.rank import threads_per_worker
 from engine.runtime.supervise import warm_up
-from engine.runtime.verdict import Outcome
+from engine.runtime.transport import Edge
+from engine.runtime.verdict import Outcome, Verdict
 from engine.settings import DataParallel, Pipeline, Settings
 
 LIMIT_S = 15.0  # the promise: within this time everything is gone
@@ -171,8 +176,102 @@ def test_threads_share_out_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads_per_worker(job_of(4, threads_per_worker=2)) == 2
 
 
+# ---- threads -----------------------------------------------------------------------------------------------------
+
+
+def waits_in_vain(job: Job, rank: int, hub: Any, post: Callable[[bytes], None]) -> None:
+    """Every rank waits for a message from rank 1, which raises instead."""
+    edges = [Edge(1, other, "F") for other in range(job.world) if other != 1]
+    transport = hub.transport(rank)
+    transport.open(edges)
+    if rank == 1:
+        raise ArithmeticError("the loss is not finite")
+    transport.channel(Edge(1, rank, "F")).irecv(torch.empty(1)).wait()
+
+
+def interrupts(job: Job, rank: int, hub: Any, post: Callable[[bytes], None]) -> None:
+    """A signal arrives while every rank is busy."""
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    while not hub.aborted:
+        time.sleep(0.01)
+
+
 @pytest.fixture
 def same_threads() -> Iterator[None]:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     yield
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
+
+
+@pytest.mark.usefixtures("same_threads")
+def test_threads_complete_and_log_by_rank(records: list[Record], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    assert in_threads(job_of(), records.append, workers.good) == Outcome("completed")
+    lines = {r.meta["rank"]: r.meta["message"] for r in records if r.kind == "log"}
+    assert lines == {rank: f"hello from {rank}" for rank in range(3)}
+
+
+@pytest.mark.usefixtures("same_threads")
+def test_threads_fail_with_the_first_true_error(records: list[Record]) -> None:
+    outcome = in_threads(job_of(), records.append, waits_in_vain)
+    assert (outcome.status, outcome.error) == ("failed", "rank 1 failed: ArithmeticError: the loss is not finite")
+    assert kinds(records, "error") == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("same_threads")
+def test_threads_are_interrupted(records: list[Record]) -> None:
+    outcome = in_threads(job_of(2), records.append, interrupts)
+    assert (outcome.status, outcome.exit_code) == ("interrupted", 143)
+
+
+@pytest.mark.usefixtures("same_threads")
+def test_threads_leave_the_number_of_threads_as_it_was(records: list[Record]) -> None:
+    before = torch.get_num_threads()
+    in_threads(job_of(2, threads_per_worker=before + 1), records.append, workers.good)
+    assert {r.meta["threads"] for r in records if r.kind == "ready"} == {before + 1}
+    assert torch.get_num_threads() == before
+
+
+# ---- which error ---------------------------------------------------------------------------------------------------
+
+
+def error(rank: int, time_ns: int, own: bool = True, peer: int | None = None) -> dict[str, Any]:
+    place = {"stage": None, "microbatch": None, "action": None}
+    what = {"type": "ValueError", "message": f"error of {rank}", "traceback": f"traceback of {rank}"}
+    return {"rank": rank, "own": own, "peer": peer, "time_ns": time_ns} | place | what
+
+
+@given(st.permutations(range(4)), st.permutations([True, True, False, False]))
+def test_the_earliest_own_error_wins_in_any_order_of_arrival(order: list[int], own: list[bool]) -> None:
+    verdict = Verdict(4, 4)
+    for rank in order:
+        verdict.add_error(error(rank, 100 - rank, own[rank]))
+    first = max(rank for rank in range(4) if own[rank])
+    assert verdict.message() == f"rank {first} failed: ValueError: error of {first}"
+    assert verdict.traceback == f"traceback of {first}"
+
+
+def test_a_death_outweighs_what_others_saw() -> None:
+    verdict = Verdict(2, 4)
+    verdict.add_error(error(0, 1, own=False, peer=3))
+    verdict.add_death(3, -signal.SIGKILL)
+    assert verdict.message() == "rank 3 (replica 1, pipeline rank 1) was killed by SIGKILL"
+
+
+def test_silence_names_the_end_of_the_chain_of_waits() -> None:
+    verdict = Verdict(4, 4)
+    for rank in (0, 1, 2):
+        verdict.add_error(error(rank, rank, own=False, peer=rank + 1))
+    assert verdict.message() == "rank 3 went silent; rank 0 saw: error of 0"
+    verdict = Verdict(3, 3)
+    verdict.add_error(error(0, 0, own=False))
+    assert verdict.message().startswith("rank 1, rank 2 went silent")
+
+
+def test_failure_outweighs_a_signal() -> None:
+    verdict = Verdict(2, 2)
+    assert verdict.outcome(None) == Outcome("completed")
+    assert verdict.outcome(signal.SIGINT) == Outcome("interrupted", "interrupted by SIGINT", 130)
+    verdict.add_death(0, -signal.SIGSEGV)
+    assert verdict.outcome(signal.SIGTERM).error == "rank 0 was killed by SIGSEGV"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from engine.job import Job
+from engine.runtime.environment import one_host
 from engine.runtime.transport import Transport
+from engine.runtime.transport.gloo import GlooTransport
 
 
 def client(address: tuple[str, int], timeout_s: float) -> dist.Store:
@@ -17,7 +20,12 @@ def client(address: tuple[str, int], timeout_s: float) -> dist.Store:
 
 
 def connect(job: Job, rank: int, store: dist.Store) -> Transport:
-    """The transport of a world rank: NCCL between GPUs, gloo else."""
-    from engine.runtime.transport.gloo import GlooTransport
+    """The transport of a world rank: NCCL between GPUs, else gloo, on loopback where all ranks are on one host."""
+    timeout_s = job.settings.timeout_s
+    if job.settings.device == "cuda":
+        from engine.runtime.build import device_of
+        from engine.runtime.transport.nccl import NcclTransport  # builds of torch for CPUs have no NCCL
 
-    return GlooTransport(store, rank, job.world, job.settings.timeout_s)
+        return NcclTransport(rank, job.world, store, timeout_s, device_of(job, rank))
+    interface = None if one_host() else os.environ.get("GLOO_SOCKET_IFNAME", "")
+    return GlooTransport(rank, job.world, store, timeout_s, interface)
