@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from engine.collectives.background import ReduceThread
 from engine.collectives.buckets import Reducer
 from engine.job import Job, MessageSpec
 from engine.plan.actions import Action
@@ -73,10 +74,8 @@ class Worker:
         self._local_norm = 0.0
 
     def _reducers(self) -> dict[int, Reducer]:
-        bucket_bytes = self.job.settings.allreduce.bucket_bytes
-        return {
-            s: Reducer(st.named_parameters(), self.wiring.reduction[s], bucket_bytes) for s, st in self.stages.items()
-        }
+        nbytes, collectives, thread = self.job.settings.allreduce.bucket_bytes, self.wiring.reduction, ReduceThread()
+        return {s: Reducer(st.named_parameters(), collectives[s], nbytes, thread) for s, st in self.stages.items()}
 
     def run(self) -> None:
         """All steps, and the evaluations between and after them."""
