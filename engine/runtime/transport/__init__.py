@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -31,11 +32,11 @@ class PeerError(RuntimeError):
         self.peer = peer
 
 
-class PeerLost(PeerError):
+class PeerLost(PeerError):  # noqa: N818
     """The other side closed its end."""
 
 
-class PeerTimeout(PeerError):
+class PeerTimeout(PeerError):  # noqa: N818
     """The other side stayed silent for longer than the time limit."""
 
 
@@ -57,10 +58,11 @@ class Channel(Protocol):
 
 
 class Transport(Protocol):
-    """A rank's ends of all channels."""
+    """A rank's ends of all channels. `device`: where a tensor that nothing else places should live."""
 
     rank: int
     world: int
+    device: torch.device
 
     def open(self, edges: Sequence[Edge]) -> None:
         """Connect this rank's ends, in list order. Called once, by all ranks, with the same list."""
