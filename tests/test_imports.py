@@ -31,6 +31,7 @@ ALLOWED = {
     },
     "engine.report": {"engine.plan", "engine.records", "engine.settings"},
     "engine.config": {"engine.plan", "engine.settings"},
+    "engine.complaints": {"engine.config"},
     "engine.run": {"engine"},
     "engine.cli": {"engine"},
     "engine.__main__": {"engine"},
@@ -38,7 +39,7 @@ ALLOWED = {
     "conf": set(),
 }  # fmt: skip
 
-# Part -> libraries that it must not import. Only cli, config and __main__ see Hydra.
+# Part -> libraries that it must not import. Only cli, complaints, config and __main__ see Hydra.
 HYDRA = {"hydra", "omegaconf"}
 BOARD = {"tensorboard", "torch.utils.tensorboard"}
 FORBIDDEN = {
@@ -50,10 +51,13 @@ FORBIDDEN = {
     "engine.records": HYDRA | BOARD | {"torch"},
     "engine.cli": BOARD,
     "engine.config": BOARD | {"torch"},
+    "engine.complaints": BOARD | {"torch"},
     "engine.__main__": BOARD,
     "models": HYDRA | BOARD,
     "conf": HYDRA | BOARD | {"torch"},
 }
+# The one place that unpickles: under torchrun rank 0 hands its job to the ranks of the same launcher, before any work.
+MAY_UNPICKLE = {"engine.runtime.joined"}
 # File -> the one library that it may import all the same.
 EXEMPT = {"engine.report.board": "torch.utils.tensorboard"}
 
@@ -164,7 +168,8 @@ def test_nothing_that_was_sent_or_stored_is_unpickled(path: Path) -> None:
         if not isinstance(node, ast.Call):
             continue
         called = ast.unparse(node.func)
-        assert called not in {"pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.loads"}, called
+        if module_name(path) not in MAY_UNPICKLE:
+            assert called not in {"pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.loads"}, called
         assert not called.endswith(("recv_object_list", "broadcast_object_list", "all_gather_object")), called
         if called == "torch.load":
             safe = any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)

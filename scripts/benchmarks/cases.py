@@ -60,7 +60,36 @@ def sleep(schedule: str) -> Case:
     return Case(f"sleep {schedule}", schedule, ranks=4, microbatches=8, steps=20, choices=choices)
 
 
-GROUPS = {
-    "sleep": [sleep("gpipe"), sleep("1f1b")],
-}
+TINY = Case(  # next to no work per action: what is left is what an action costs to carry out
+    "tiny",
+    "1f1b",
+    ranks=4,
+    microbatches=8,
+    steps=60,
+    warmup=10,
+    choices=(
+        *("model=sleep", "model.width=64", "data=synthetic", "train.global_batch_size=64"),
+        *("model.forward_ms=0", "model.input_backward_ms=0", "model.weight_backward_ms=0"),
+    ),
+    plain=True,
+)
+RESNET50 = Case(
+    "resnet50",
+    "gpipe",
+    ranks=2,
+    microbatches=4,
+    steps=10,
+    choices=("model=resnet50", "data=digits", "train.global_batch_size=32"),
+    plain=True,
+)
+GPT = Case(
+    "gpt",
+    "1f1b",
+    ranks=2,
+    microbatches=4,
+    steps=14,
+    choices=("model=gpt", "data=text", "train.global_batch_size=16"),
+    plain=True,
+)
+GROUPS = {"sleep": [sleep("gpipe"), sleep("1f1b")], "tiny": [TINY], "resnet50": [RESNET50], "gpt": [GPT]}
 CASES = {case.name: case for group in GROUPS.values() for case in group}

@@ -45,7 +45,13 @@ def batch_of(job: Job) -> tuple[Any, Any]:
 
 def mean_loss(job: Job) -> Callable[[Any, Any], Tensor]:
     """The job's loss as a mean, as a plain training loop has it."""
-    raise NotImplementedError
+    criterion = build(job.settings.model["loss"], where="model.loss")
+
+    def loss(output: Any, target: Any) -> Tensor:
+        value = criterion(output, target)
+        return value[0] / value[1] if isinstance(value, tuple) else value
+
+    return loss
 
 
 def optimizer_of(job: Job, module: nn.Module) -> torch.optim.Optimizer:
