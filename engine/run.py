@@ -8,6 +8,7 @@ Both return an Outcome for every end, an interruption included, and leave `summa
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -38,15 +39,16 @@ REFUSED = 2  # exit code: the settings are wrong, nothing was started
 
 def train(settings: Settings, start_dir: str, run_dir: str) -> Outcome:
     """Run a training job. `start_dir`: what the user's relative paths are relative to."""
-    folder, recorder = Path(run_dir), None
+    folder, recorder = Path(run_dir).absolute(), None
     try:
-        job = _prepared(settings, start_dir, run_dir)
-        from engine.report.recorder import Recorder
-        from engine.runtime.launch import launch
+        with contextlib.chdir(start_dir):  # a user's relative path means the same on every rank, also after a chdir
+            job = _prepared(settings, start_dir, str(folder))
+            from engine.report.recorder import Recorder
+            from engine.runtime.launch import launch
 
-        recorder = Recorder(job, run_dir)
-        _describe(job, folder, recorder)
-        outcome = launch(job, recorder)
+            recorder = Recorder(job, str(folder))
+            _describe(job, folder, recorder)
+            outcome = launch(job, recorder)
     except BaseException as error:  # noqa: BLE001  # an interruption too ends with a summary
         outcome = outcome_of(error)
     with interrupt.ignored():
@@ -61,7 +63,9 @@ def plan(settings: Settings, run_dir: str) -> Outcome:
         program = build(name, pipeline.ranks, pipeline.microbatches, settings.schedule_options)
         print(write_plan(settings, program, folder))
         outcome = Outcome("completed")
-    except BaseException as error:  # noqa: BLE001
+    except ValueError as error:
+        outcome = outcome_of(SettingsError(str(error)))
+    except KeyboardInterrupt as error:
         outcome = outcome_of(error)
     return finish(folder, outcome, settings)
 

@@ -1,0 +1,158 @@
+"""The command line: what it accepts, what it refuses and how, where files go, what torchrun sees."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from command import LIMIT_S, Engine, engine, engine_process, trained  # noqa: F401  # fixtures
+
+from engine import run
+from engine.settings import Settings
+
+# ---- plan ----------------------------------------------------------------------------------------------------------
+
+
+def test_plan_prints_and_writes_the_published_figures(engine: Engine) -> None:
+    said = engine("mode=plan", "schedule=1f1b", "pipeline.ranks=4", "pipeline.microbatches=8")
+    assert said.code == 0 and said.err == ""
+    (folder,) = said.runs
+    plan = json.loads((folder / "plan.json").read_text())
+    assert plan["makespan"] == 33 and plan["bubble_fraction"] == pytest.approx(3 / 11)
+    assert [rank["peak_in_flight"] for rank in plan["per_rank"]] == [4, 3, 2, 1]
+    assert (folder / "program.csv").read_text().splitlines()[3].startswith("3F0,3B0,3F1,3B1")
+    assert json.loads((folder / "summary.json").read_text())["status"] == "completed"
+    assert "0.2727" in said.out
+    assert not list(folder.glob("events*"))
+
+
+def test_plan_does_not_import_torch(tmp_path: Path) -> None:
+    code = "import sys; sys.argv[0] = 'engine'; from engine.cli import main; main(); sys.exit('torch' in sys.modules)"
+    process = engine_process(["mode=plan", "pipeline.ranks=64", "pipeline.microbatches=512"], tmp_path, "-c", code)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err
+
+
+def test_plan_takes_costs(engine: Engine) -> None:
+    said = engine(
+        "mode=plan", "plan.costs.forward=[1,3]", "plan.costs.input_backward=0", "plan.costs.weight_backward=0"
+    )
+    assert said.code == 0
+    assert json.loads((said.runs[0] / "plan.json").read_text())["makespan"] == 1 + 4 * 3
+    said = engine("mode=plan", "plan.costs.forward=[1,3,5]")
+    assert said.code == run.REFUSED and "plan.costs.forward" in said.err
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+WRONG = {
+    "schedule=gpip": ["schedule=gpip", "gpipe", "1f1b", "naive"],
+    "model=resnet51": ["model=resnet51", "resnet50"],
+    "pipeline.rank=4": ["pipeline.rank", "pipeline.ranks"],
+    "+pipeline.rank=4": ["pipeline.rank", "pipeline.ranks"],
+    "+pipelin=4": ["pipelin", "pipeline"],
+    "pipelin=4": ["pipelin", "pipeline"],
+    "pipeline.ranks=0": ["pipeline.ranks=0", "at least 1"],
+    "pipeline.ranks=-2": ["pipeline.ranks=-2", "at least 1"],
+    "pipeline.ranks=two": ["pipeline.ranks=two", "whole number"],
+    "pipeline.ranks=2.5": ["pipeline.ranks=2.5", "whole number"],
+    "pipeline.microbatches=0": ["pipeline.microbatches=0", "at least 1"],
+    "pipeline.microbatches=33": ["pipeline.microbatches=33", "32"],
+    "data_parallel.replicas=64": ["64 replica", "at least 256"],
+    "train.steps=0": ["train.steps=0", "at least 1"],
+    "timeout_s=0": ["timeout_s=0", "above 0"],
+    "device=gpu": ["device=gpu", "cuda"],
+    "recompute=full": ["recompute=full", "not part of the engine yet"],
+    "precision=fp16": ["precision=fp16", "not part of the engine yet", "bf16"],
+    "schedule=naive,gpipe": ["schedule=naive,gpipe", "-m"],
+    "partition.split=[layer2": ["partition.split=[layer2", "'partition.split=[layer2,layer3]'"],
+}
+
+
+@pytest.mark.parametrize("override", WRONG)
+def test_wrong_input_is_refused_by_name(override: str, engine: Engine, trained: list[object]) -> None:
+    said = engine(override)
+    assert said.code == run.REFUSED
+    assert not trained
+    assert said.err.startswith("error: ") and "Traceback" not in said.err
+    for part in WRONG[override]:
+        assert part in said.err, said.err
+    assert not list(said.folder.glob("**/events*"))
+
+
+def test_refusal_is_left_in_the_run_folder(engine: Engine) -> None:
+    said = engine("pipeline.ranks=0")
+    (folder,) = said.runs
+    assert (folder / "error.txt").read_text() == "pipeline.ranks=0 must be at least 1\n"
+    assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
+
+
+# ---- what users write ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["[layer2,layer3]", "[layer2, layer3]", "['layer2','layer3']"])
+def test_forms_of_a_list(form: str, engine: Engine, trained: list[tuple[Settings, str, str]]) -> None:
+    assert engine("partition=manual", f"partition.split={form}", "pipeline.ranks=3").code == 0
+    assert trained[0][0].partition["split"] == ["layer2", "layer3"]
+
+
+def test_a_path_with_a_comma(engine: Engine, trained: list[tuple[Settings, str, str]]) -> None:
+    assert engine("+data.root='a, b'").code == 0
+    assert trained[0][0].data["root"] == "a, b"
+
+
+def test_a_sweep_over_lists(engine: Engine, trained: list[tuple[Settings, str, str]]) -> None:
+    engine("-m", "partition=manual", "partition.split=[layer2],[layer3]")
+    assert [settings.partition["split"] for settings, _, _ in trained] == [["layer2"], ["layer3"]]
+
+
+def test_interpolations_reach_the_workers_as_plain_values(
+    engine: Engine, trained: list[tuple[Settings, str, str]]
+) -> None:
+    said = engine("+data.when=${now:%Y}", "+data.out=${hydra:runtime.output_dir}/x", "+data.batch=${pipeline.ranks}")
+    data = trained[0][0].data
+    assert data["when"] == time.strftime("%Y")
+    assert (data["out"], data["batch"]) == (f"{said.runs[0]}/x", 2)
+
+
+@pytest.mark.parametrize("chdir", ["false", "true"])
+def test_paths_are_relative_to_the_start_folder(
+    chdir: str, engine: Engine, trained: list[tuple[Settings, str, str]]
+) -> None:
+    said = engine(f"hydra.job.chdir={chdir}")
+    _, start_dir, run_dir = trained[0]
+    assert Path(start_dir) == said.folder
+    assert Path(run_dir) == said.runs[0] and Path(run_dir).is_absolute()
+
+
+def test_null_seed_differs_between_the_jobs_of_a_sweep(
+    engine: Engine, trained: list[tuple[Settings, str, str]]
+) -> None:
+    engine("-m", "seed=null", "pipeline.microbatches=1,2")
+    seeds = [settings.seed for settings, _, _ in trained]
+    assert len(set(seeds)) == 2
+
+
+def test_a_folder_called_conf_does_not_shadow_ours(engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").write_text("mode: shadowed\n")
+    assert engine("mode=plan").code == 0
+
+
+def test_own_configuration_folder(engine: Engine, tmp_path: Path, trained: list[tuple[Settings, str, str]]) -> None:
+    mine = tmp_path / "mine" / "model"
+    mine.mkdir(parents=True)
+    (mine / "own.yaml").write_text("_target_: my.model\nloss: {_target_: torch.nn.MSELoss}\n")
+    assert engine("--config-dir", "mine", "model=own").code == 0
+    assert trained[0][0].model["_target_"] == "my.model"
+
+
+def test_five_runs_started_together_have_five_folders(tmp_path: Path) -> None:
+    processes = [engine_process(["mode=plan", f"pipeline.microbatches={m}"], tmp_path) for m in range(1, 6)]
+    for process in processes:
+        _, err = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, err
+    plans = [json.loads(path.read_text())["microbatches"] for path in tmp_path.glob("runs/*/*/plan.json")]
+    assert sorted(plans) == [1, 2, 3, 4, 5]
