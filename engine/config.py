@@ -35,6 +35,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("fp32", "bf16", "fp64"),
     "recompute": ("none",),
 }
+PARTITIONS = ("model", "manual", "uniform", "parameters")
 # Named in the documents, not yet part of the engine: refused with that reason rather than as a typing mistake.
 LATER: dict[str, tuple[str, ...]] = {
     "precision": ("fp16",),
@@ -148,8 +149,9 @@ def check(settings: Settings) -> None:
     """What needs neither torch nor the model: ranges, choices, combinations. Raises ValueError."""
     for path, choices in CHOICES.items():
         one_of(path, get(settings, path), choices)
-    if settings.partition.get("name") in LATER["partition.name"]:
-        raise ValueError(_later("partition", settings.partition["name"], ("manual", "uniform", "parameters", "model")))
+    one_of("partition.name", settings.partition.get("name"), PARTITIONS)
+    for key in set(settings.partition) - {"name", "split"}:
+        raise ValueError(unknown("key", f"partition.{key}", ("partition.name", "partition.split")))
     for path, least in AT_LEAST.items():
         value = get(settings, path)
         if value is not None and value < least:

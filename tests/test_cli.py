@@ -6,11 +6,14 @@ import json
 import time
 from pathlib import Path
 
+import command
 import pytest
-from command import LIMIT_S, Engine, engine, engine_process, trained  # noqa: F401  # fixtures
+from command import LIMIT_S, Engine, engine_process
 
 from engine import run
 from engine.settings import Settings
+
+engine, trained = command.engine, command.trained  # fixtures
 
 # ---- plan ----------------------------------------------------------------------------------------------------------
 

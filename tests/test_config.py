@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from engine.config import AT_LEAST, CHOICES, CONF, LATER, from_plain, get, load
+from engine.config import AT_LEAST, CHOICES, CONF, LATER, PARTITIONS, from_plain, get, load
 from engine.settings import Settings
 
 TARGETS = {
@@ -118,6 +118,15 @@ def test_choices(path: str) -> None:
 def test_what_comes_later_is_refused_as_such(path: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"{value} is not part of the engine yet"):
         from_plain(plain(**{path.replace(".", "__"): value}))
+
+
+def test_partition_is_checked() -> None:
+    for name in PARTITIONS:
+        assert from_plain(plain(partition__name=name)).partition["name"] == name
+    with pytest.raises(ValueError, match=r"partition\.name=unifrm: no such choice; did you mean uniform"):
+        from_plain(plain(partition__name="unifrm"))
+    with pytest.raises(ValueError, match=r"partition\.splt: no such key; did you mean partition\.split"):
+        from_plain(plain(partition__splt=["a"]))
 
 
 @given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.integers(1, 40))
