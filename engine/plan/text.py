@@ -16,7 +16,7 @@ import numpy.typing as npt
 from engine.plan.actions import COMPUTE, NO_MICROBATCH, Action, Op, Placement, Program, Row
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
 
-_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|STEP|UNSHARD|RESHARD|F|B|I|W)(\d*)")
+_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|STEP|UNSHARD|RESHARD|F|B|I|W)(\d*)", re.ASCII)
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 _SHARDING = ("UNSHARD", "RESHARD")  # torch lists them for FSDP whether or not a stage is sharded; nothing to do here
 _MAX_STAGE, _MAX_MICROBATCH = 2**23 - 1, 2**32 - 2  # what a packed action holds
@@ -177,7 +177,8 @@ def _timeline_grid(timeline: Timeline, mark: tuple[int, int] | None, width: int)
     single = all(len(set(timeline.stage[compute & (timeline.rank == r)])) <= 1 for r in range(timeline.ranks))
     cell = max(len(_label(timeline, int(i), single)) for i in np.flatnonzero(compute))
     room = max(1, (width - len(f"rank {timeline.ranks - 1} | ")) // (cell + 1))
-    slots = min(room, max(1, round((end - begin) / float(lasts[lasts > 0].min()))))
+    wanted = max(1, round((end - begin) / float(lasts[lasts > 0].min())))
+    slots = min(room, wanted)
     middles: npt.NDArray[np.float64] = begin + (np.arange(slots) + 0.5) * (end - begin) / slots
     ranks = _window(timeline.ranks, mark[0] if mark else 0, _MAX_ROWS)
     lines, at = [], None
@@ -187,8 +188,10 @@ def _timeline_grid(timeline: Timeline, mark: tuple[int, int] | None, width: int)
         active = _active(timeline, spans, middles)
         lines.append([_slot(timeline, active, k, single).ljust(cell) for k in range(slots)])
         if mark and rank == mark[0]:
-            at = int(np.searchsorted(middles, float(timeline.start[spans[mark[1]]])))
-    return _render(lines, ranks, timeline.ranks, mark[0] if mark else None, at)
+            at = min(slots - 1, int(np.searchsorted(middles, float(timeline.start[spans[mark[1]]]))))
+    picture = _render(lines, ranks, timeline.ranks, mark[0] if mark else None, at)
+    scale = f"\n(a column is {(end - begin) / slots:.3g} long)"
+    return picture + scale * (slots < wanted)
 
 
 def _active(timeline: Timeline, spans: Row, times: npt.NDArray[np.float64]) -> list[int]:

@@ -1,0 +1,257 @@
+"""Programs as text: what we write, torch.distributed.pipelining reads, and the other way round."""
+
+from unittest.mock import MagicMock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from program_strategies import SYNCHRONOUS, executed, scheduled
+from torch.distributed.pipelining import schedules as peer
+
+from engine.plan.actions import Action, Op, Placement, Program
+from engine.plan.lowering import lower
+from engine.plan.schedules import build
+from engine.plan.simulate import Costs, compute_only, simulate
+from engine.plan.text import cells, from_csv, grid, parse_action, parse_cell, to_csv
+from engine.plan.timeline import Timeline
+from engine.plan.verify import InvalidProgram, verify
+
+with_microbatch = st.sampled_from([op for op in Op if op is not Op.REDUCE])
+actions = st.one_of(
+    st.tuples(st.integers(0, 2**23 - 1), with_microbatch, st.integers(0, 2**32 - 2)).map(lambda a: Action(*a)),
+    st.tuples(st.integers(0, 99), st.sampled_from([Op.REDUCE, Op.STEP])).map(lambda a: Action(*a)),
+)
+
+
+@given(actions)
+def test_an_action_survives_printing(action):
+    assert parse_action(str(action)) == action
+    assert parse_cell(f" {action} ") == (action,)
+
+
+@given(actions.filter(lambda a: a.op is not Op.STEP))
+def test_torch_reads_our_actions_and_we_read_its(action):
+    theirs = peer._Action.from_str(str(action))
+    assert str(theirs) == str(action)
+    assert parse_action(str(theirs)) == action
+
+
+def test_an_overlapped_pair_is_two_actions_in_order():
+    cell = "(0F7;7B3)OVERLAP_F_B"
+    assert str(peer._Action.from_str(cell)) == cell
+    assert parse_cell(cell) == (Action(0, Op.F, 7, fused=True), Action(7, Op.B, 3))
+    program = from_csv(f"0F0,{cell.replace('7', '0').replace('3', '0')}\n", Placement.linear(1))
+    assert cells(program, 0) == ["0F0", "(0F0;0B0)OVERLAP_F_B"]
+
+
+@pytest.mark.parametrize("cell", ["", "  ", "0UNSHARD", "3RESHARD"])
+def test_cells_without_an_action(cell):
+    assert parse_cell(cell) == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2F0&1B3",
+        "2F",
+        "F0",
+        "2X0",
+        "-1F0",
+        "2F0,1B0",
+        "2SEND_F",
+        "0REDUCE_GRAD3",
+        "0UNSHARD",
+        "2f0",
+        "2F0.5",
+        "\uff12F0",
+    ],
+)
+def test_what_is_no_action_is_refused_whole(text):
+    with pytest.raises(ValueError, match="is not an action"):
+        parse_action(text)
+
+
+def test_numbers_that_do_not_fit_are_refused():
+    for text in ("8388608F0", "0F4294967295"):
+        with pytest.raises(ValueError, match="out of range"):
+            parse_action(text)
+
+
+@pytest.mark.parametrize(
+    "cell", ["(0F0)OVERLAP_F_B", "(0F0;0SEND_F0)OVERLAP_F_B", "(0F0;0B0;0W0)OVERLAP_F_B", "(0F0;0B0)"]
+)
+def test_what_is_no_pair_is_refused(cell):
+    with pytest.raises(ValueError, match=r"overlaps something|is not an action"):
+        parse_cell(cell)
+
+
+def test_a_refusal_says_where_in_the_file():
+    with pytest.raises(ValueError, match=r"row 1, cell 2: '1Q0' is not an action"):
+        from_csv("0F0,0B0\n1F0,,1Q0\n")
+
+
+@given(st.one_of(scheduled(), executed()), st.booleans())
+def test_a_program_survives_csv(program, lowered):
+    program = lower(program, reduce=True, step=True) if lowered else program
+    assert from_csv(to_csv(program), program.placement, program.name) == program
+
+
+@given(st.one_of(scheduled(), executed()))
+def test_the_placement_is_found_out(program):
+    """Up to the order of the two directions, which has no meaning."""
+    again = from_csv(to_csv(program))
+    assert again.placement.rank_table(program.microbatches).tolist() == (
+        program.placement.rank_table(program.microbatches).tolist()
+    )
+    verify(again)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("\n\n", "the program is empty"),
+        ("0F0,2F0\n", "stage 1 is on no rank, although there is a stage 2"),
+        ("0F0,1F1\n1F0,0F1,2F2\n0F2,1F2\n", "3 different ways"),
+        ("0F0,0F4000000000\n", "is a number mistyped"),
+    ],
+)
+def test_programs_without_a_placement_are_refused(text, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        from_csv(text)
+
+
+def test_exports_for_torch_leave_out_what_torch_has_not():
+    lowered = lower(build("gpipe", 2, 1), reduce=True, step=True)
+    assert "STEP" not in to_csv(lowered, for_torch=True)
+    assert "STEP" in to_csv(lowered)
+    placement = Placement(2, ((0, 1), (1, 0)), (0, 1))
+    both = from_csv("0F0,1F1\n1F0,0F1\n", placement)
+    with pytest.raises(ValueError, match="keeps 2 copies of each stage"):
+        to_csv(both, for_torch=True)
+
+
+# --- the real classes of torch -------------------------------------------------------------------
+
+
+def stage(index: int, stages: int, ranks: int, rank: int) -> MagicMock:
+    """A stand-in for what torch's schedules ask of a stage before they run."""
+    return MagicMock(stage_index=index, num_stages=stages, group_size=ranks, group_rank=rank)
+
+
+def theirs(cls: type, ranks: int, chunks: int, microbatches: int):
+    stages = [stage(c * ranks, ranks * chunks, ranks, 0) for c in range(chunks)]
+    return cls(stages, microbatches, scale_grads=False) if chunks > 1 else cls(stages[0], microbatches)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [
+        ("ScheduleInterleaved1F1B", 2),
+        ("ScheduleLoopedBFS", 2),
+        ("ScheduleInterleavedZeroBubble", 2),
+        ("ScheduleZBVZeroBubble", 2),
+        ("ScheduleDualPipeV", 2),
+    ],
+)
+def test_programs_that_torch_writes_load_here(name, chunks, tmp_path):
+    """Compute-only and with torch's own communication: complete, ordered, matched and free of deadlock here too."""
+    schedule = theirs(getattr(peer, name), 2, chunks, 8)
+    path = tmp_path / "program.csv"
+    for kind in ("compute_only", "compute_comms"):
+        schedule._dump_csv(path, kind)
+        program = from_csv(path.read_text(), name=name)
+        ascending = name != "ScheduleLoopedBFS"
+        verify(program, ascending)
+        assert (program.ranks, program.stages, program.microbatches) == (2, 4, 8)
+        verify(lower(compute_only(program), reduce=True, step=True), ascending)
+        if not ascending:
+            with pytest.raises(InvalidProgram, match="0B7 must come after 0B6"):
+                verify(program)
+
+
+@pytest.mark.parametrize(("ours", "name"), [("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (4, 8), (3, 7)])
+def test_our_programs_are_those_of_torch(ours, name, ranks, microbatches):
+    order = theirs(getattr(peer, name), ranks, 1, microbatches)._get_pipeline_order()
+    mine = build(ours, ranks, microbatches)
+    for rank in range(ranks - (ours == "1f1b")):  # torch's plan of 1F1B names wrong forwards on the last rank
+        row = [str(a) for a in order[rank] if a is not None and a.is_compute_op]
+        assert cells(mine, rank) == row
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.parametrize("lowered", [False, True])
+def test_our_programs_load_in_torch(name, lowered, tmp_path):
+    program = build(name, 3, 4)
+    program = lower(program, reduce=True, step=True) if lowered else program
+    path = tmp_path / "program.csv"
+    path.write_text(to_csv(program, for_torch=True))
+    schedule = peer._PipelineScheduleRuntime([stage(0, 3, 3, 0)], 4, scale_grads=False)
+    schedule._load_csv(path, "compute_comms" if lowered else "compute_only")
+    assert schedule.stage_index_to_group_rank == {0: 0, 1: 1, 2: 2}
+    order = schedule.pipeline_order_with_comms if lowered else schedule.pipeline_order
+    expected = [[c for c in cells(program, rank) if not c.endswith("STEP")] for rank in range(3)]
+    assert [[str(a) for a in order[rank]] for rank in range(3)] == expected
+
+
+# --- grids ---------------------------------------------------------------------------------------
+
+
+def drawn(name: str, ranks: int, microbatches: int, width: int = 120, **costs) -> str:
+    program = build(name, ranks, microbatches)
+    return grid(simulate(program, Costs.from_settings(costs, program.placement, microbatches)), width=width)
+
+
+EQUAL = {"input_backward": 0.5, "weight_backward": 0.5}
+
+
+@pytest.mark.parametrize(("name", "microbatches"), [("naive", 2), ("gpipe", 4), ("1f1b", 4), ("forward_only", 4)])
+def test_the_drawing_in_a_docstring_is_the_schedule(name, microbatches):
+    from engine.plan.schedules import SCHEDULES
+
+    drawing = [line.strip() for line in (SCHEDULES[name].function.__doc__ or "").splitlines()]
+    for line in drawn(name, 3, microbatches, **EQUAL).splitlines():
+        assert line.rstrip() in drawing
+
+
+def test_a_long_action_is_continued():
+    assert drawn("gpipe", 2, 1) == "rank 0 | F0 .  .  .  B0 -\nrank 1 | .  F0 B0 -  .  ."
+
+
+def test_a_rank_with_several_stages_names_them():
+    program = from_csv("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n")
+    picture = grid(simulate(program, Costs.from_settings(EQUAL | {"forward": 1}, program.placement, 1)))
+    assert picture.splitlines()[0] == "rank 0 | 0F0 .   .   3F0 3B0 .   .   0B0"
+
+
+@given(st.one_of(scheduled(), executed()), st.integers(40, 120), st.data())
+def test_grids_keep_to_their_width_and_point_at_the_mark(program, width, data):
+    rank = data.draw(st.sampled_from([r for r in range(program.ranks) if len(program.rows[r])]))
+    index = data.draw(st.integers(0, len(program.rows[rank]) - 1))
+    timeline = simulate(program, Costs.from_settings({}, program.placement, program.microbatches))
+    for what in (program, timeline):
+        lines = grid(what, (rank, index), width).splitlines()
+        assert max(map(len, lines)) <= width
+        assert len([line for line in lines if line.startswith("rank")]) == program.ranks
+        (arrow,) = [k for k, line in enumerate(lines) if line.strip() == "^"]
+        assert lines[arrow - 1].startswith(f"rank {rank} |")
+        if what is program:
+            cell = lines[arrow - 1][lines[arrow].index("^") :].split()[0]
+            assert cell == str(Action.unpack(program.rows[rank][index]))
+
+
+def test_many_ranks_are_shown_around_the_mark():
+    lines = grid(build("gpipe", 100, 2), (50, 1)).splitlines()
+    assert any(line.startswith("rank 50 |") for line in lines)
+    assert lines[-1] == "... and 68 more ranks"
+
+
+def test_too_much_time_for_the_width_is_said():
+    picture = drawn("naive", 4, 8, width=60)
+    assert picture.splitlines()[-1].startswith("(a column is 5.6")
+    assert "a column" not in drawn("1f1b", 4, 8)
+
+
+def test_nothing_to_draw():
+    assert grid(Timeline.of([], [[0.0, 0.0]])) == "(nothing takes any time)"
+    assert grid(Program.of("none", Placement.linear(1), 1, [[]])) == "rank 0 |"
