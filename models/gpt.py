@@ -1,0 +1,126 @@
+"""A decoder-only transformer with layer norms before its branches: Radford et al., "Language Models are Unsupervised
+Multitask Learners" (GPT-2), and the loss of predicting the next token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Layers = list[tuple[str, Callable[[], nn.Module]]]
+
+_SPREAD = 0.02  # GPT-2's standard deviation of initial weights
+
+
+def _linear(inputs: int, outputs: int, spread: float = _SPREAD, bias: bool = True) -> nn.Linear:
+    module = nn.Linear(inputs, outputs, bias)
+    nn.init.normal_(module.weight, std=spread)
+    if bias:
+        nn.init.zeros_(module.bias)
+    return module
+
+
+def _dropout(p: float) -> nn.Module:
+    """Nothing at all where p = 0: such a layer draws no random numbers, and need not be seeded."""
+    return nn.Dropout(p) if p > 0 else nn.Identity()
+
+
+class Embedding(nn.Module):
+    """Token plus position. Integers [N, T] -> [N, T, width], T at most `context`."""
+
+    def __init__(self, vocabulary: int, context: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        for table in (self.token, self.position):
+            nn.init.normal_(table.weight, std=_SPREAD)
+        self.dropout = _dropout(dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length, context = tokens.shape[1], self.position.num_embeddings
+        if length > context:
+            raise ValueError(
+                f"a sample of {length} tokens is longer than the model's context of {context}: "
+                "set model.context and data.context to one value"
+            )
+        positions = torch.arange(length, device=tokens.device)
+        return self.dropout(self.token(tokens) + self.position(positions))
+
+
+class Attention(nn.Module):
+    """Causal self-attention. [N, T, width] -> [N, T, width]."""
+
+    def __init__(self, width: int, heads: int, dropout: float, spread: float) -> None:
+        super().__init__()
+        self.heads, self.p = heads, dropout
+        self.qkv = _linear(width, 3 * width)
+        self.out = _linear(width, width, spread)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, t, width = x.shape
+        q, k, v = self.qkv(x).view(n, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        p = self.p if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+        return self.out(mixed.transpose(1, 2).reshape(n, t, width))
+
+
+class Block(nn.Module):
+    """Attention, then a two-layer perceptron of four times the width, each added to its input."""
+
+    def __init__(self, width: int, heads: int, dropout: float, layers: int) -> None:
+        super().__init__()
+        spread = _SPREAD / (2 * layers) ** 0.5  # the sum of 2 * layers branches keeps its size
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads, dropout, spread)
+        self.mlp = nn.Sequential(_linear(width, 4 * width), nn.GELU("tanh"), _linear(4 * width, width, spread))
+        self.dropout = _dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+def gpt(
+    vocabulary: int = 256,
+    context: int = 128,
+    layers: int = 4,
+    width: int = 128,
+    heads: int = 4,
+    dropout: float = 0.0,
+    tied: bool = False,
+) -> Layers:
+    """Integers [N, T] -> logits [N, T, vocabulary], T at most `context`.
+
+    Raises ValueError where `heads` does not divide `width`, and for `tied` (one matrix as embedding and head), which
+    would live on two stages.
+    """
+    if width % heads:
+        raise ValueError(f"model.width={width} is not a multiple of model.heads={heads}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"model.dropout={dropout} is not in [0, 1)")
+    if tied:
+        raise ValueError("model.tied=true is not supported yet (a weight on two stages); use model.tied=false")
+    return [
+        ("embedding", lambda: Embedding(vocabulary, context, width, dropout)),
+        *((f"blocks.{i}", lambda: Block(width, heads, dropout, layers)) for i in range(layers)),
+        ("norm", lambda: nn.LayerNorm(width)),
+        ("head", lambda: _linear(width, vocabulary, bias=False)),
+    ]
+
+
+class NextTokenLoss:
+    """Cross entropy of logits [N, T, V] and tokens [N, T]: (sum, how many targets are not `ignore_index`)."""
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        self.ignore_index = ignore_index
+
+    def __call__(self, output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        total = F.cross_entropy(
+            output.flatten(0, -2), target.flatten(), ignore_index=self.ignore_index, reduction="sum"
+        )
+        return total, self.count(target)
+
+    def count(self, target: Tensor) -> int:
+        return int((target != self.ignore_index).sum())
