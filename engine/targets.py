@@ -171,7 +171,8 @@ def _check_known(
             )
 
 
-def _name(target: Callable[..., Any]) -> str:
+def name_of(target: Callable[..., Any]) -> str:
+    """Its dotted path, for messages."""
     module = getattr(target, "__module__", None)
     name = getattr(target, "__qualname__", repr(target))
     return f"{module}.{name}" if module else name

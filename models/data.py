@@ -94,7 +94,7 @@ class Text(Dataset[Sample]):
         part = data[border:] if split == "test" else data[:border]
         if len(part) <= context:
             raise ValueError(
-                f"data.path={path}: the {split} split has {len(part)} bytes, fewer than the {context + 1} of one sample; "
+                f"data.path={path}: the {split} split has {len(part)} bytes, a sample takes {context + 1}; "
                 "give more text, a larger data.max_bytes, or a smaller data.context"
             )
         self._bytes = torch.frombuffer(bytearray(part), dtype=torch.uint8)

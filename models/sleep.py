@@ -30,7 +30,7 @@ class _Sleep(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         _pause(grad, ctx.backward_s)
         return grad, None, None
 
@@ -55,7 +55,7 @@ class Sleeper(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(1).to(self.linear.weight.dtype)
         fitted = F.pad(flat, (0, self.linear.in_features - flat.shape[1]))
-        return _Sleep.apply(self.linear(fitted), self.forward_s, self.backward_s)  # type: ignore[no-any-return]
+        return _Sleep.apply(self.linear(fitted), self.forward_s, self.backward_s)
 
 
 def sleep(

@@ -7,11 +7,11 @@ The engine divides each sum by the count of the *global* batch before its backwa
 that of one process on the whole batch, and a micro-batch without a scored target adds exactly nothing (a mean over
 nothing is NaN, and NaN times 0 stays NaN). Counts must add up over samples. Accepted are
 
-    torch's loss classes and    asked for the sum whatever their `reduction`, mean or sum; counted are the scored targets
-    functions of (out, target)  of a classification (with class weights their sum), the numbers or samples of others
-    returns (sum, count)        taken as it is; with a method or attribute `count(target)` that is asked before the
-                                forward, else it is called once more for the count, with an output of zeros
-    returns one mean            a mean over what its `count(target)` says, else over the samples; the sum is mean * count
+    torch's loss classes,   asked for the sum whatever their `reduction` says, mean or sum. Counted are the scored
+    loss functions          targets of a classification (with class weights: their sum), the numbers of others
+    returns (sum, count)    taken as it is; where it has an attribute `count(target)`, that is asked before the
+                            forward, else it is called once more for the count, with an output of zeros
+    returns one mean        a mean over what its `count(target)` says, else over the samples; the sum is mean * count
 
 So `reduction=sum` trains as `mean` does. For another denominator return (sum, that denominator's share).
 """
@@ -161,7 +161,7 @@ class TorchLoss(Loss):
                 f"{self._kind.__name__} compares number with number, but the model gives {list(output.shape)} for "
                 f"targets of {list(target.shape)}: give them one shape"
             )
-        return self._fit(output)(output, target)  # type: ignore[no-any-return]
+        return self._fit(output)(output, target)
 
     def count(self, target: Tensor, output: MessageSpec | None = None) -> float:
         if self._per_sample:
