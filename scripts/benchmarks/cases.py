@@ -56,7 +56,7 @@ class Case:
 def sleep(schedule: str) -> Case:
     """15 ms per stage and micro-batch that use no CPU: what is left is the schedule and the way messages travel."""
     costs = [f"model.{part}_ms=5" for part in ("forward", "input_backward", "weight_backward")]
-    choices = ("model=sleep", "data=synthetic", "train.global_batch_size=8", *costs)
+    choices = ("model=sleep", "data=synthetic", "data.shape=[16]", "train.global_batch_size=8", *costs)
     return Case(f"sleep {schedule}", schedule, ranks=4, microbatches=8, steps=20, choices=choices)
 
 
@@ -68,7 +68,7 @@ TINY = Case(  # next to no work per action: what is left is what an action costs
     steps=60,
     warmup=10,
     choices=(
-        *("model=sleep", "model.width=64", "data=synthetic", "train.global_batch_size=64"),
+        *("model=sleep", "model.width=64", "data=synthetic", "data.shape=[64]", "train.global_batch_size=64"),
         *("model.forward_ms=0", "model.input_backward_ms=0", "model.weight_backward_ms=0"),
     ),
     plain=True,

@@ -12,7 +12,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 from benchmarks.cases import Case
@@ -70,7 +70,7 @@ def run_peer(case: Case) -> Run:
         folder = Path(name)
         run_together(peer_commands(case, name), folder, LOOPBACK)
         ranks = [json.loads((folder / f"peer{rank}.json").read_text()) for rank in range(case.ranks)]
-        durations = {op: [fmean(rank["durations"][op]) for rank in ranks] for op in ("F", "B")}
+        durations = {op: [median(rank["durations"][op]) for rank in ranks] for op in ("F", "B")}
         return Run(step_time(ranks[0]["ends"], case.warmup), durations, {"loss": ranks[-1]["loss"]})
 
 
@@ -84,10 +84,10 @@ def run_plain(case: Case, threads: int) -> Run:
 
 
 def trace_durations(trace: dict[str, Any], stages: int) -> dict[str, list[float]]:
-    """Op ("F", "B") -> mean seconds of its spans, per stage, in a run's trace.json (which counts microseconds)."""
+    """Op ("F", "B") -> median seconds of its spans, per stage, in a run's trace.json (which counts microseconds)."""
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
     for event in trace["traceEvents"]:
         name = ACTION.fullmatch(event.get("name", ""))
         if name and event["ph"] == "X":
             found[name["op"], int(name["stage"])].append(event["dur"] * 1e-6)
-    return {op: [fmean(found[op, stage]) for stage in range(stages)] for op in ("F", "B")}
+    return {op: [median(found[op, stage]) for stage in range(stages)] for op in ("F", "B")}
