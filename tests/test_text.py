@@ -9,11 +9,12 @@ from program_strategies import SYNCHRONOUS, executed, scheduled
 from torch.distributed.pipelining import schedules as peer
 
 from engine.plan.actions import Action, Op, Placement, Program
+from engine.plan.grid import grid
 from engine.plan.lowering import lower
-from engine.plan.schedules import build
+from engine.plan.schedules import SCHEDULES, build
 from engine.plan.simulate import Costs, compute_only, simulate
-from engine.plan.text import cells, from_csv, grid, parse_action, parse_cell, to_csv
-from engine.plan.timeline import Timeline
+from engine.plan.text import cells, from_csv, parse_action, parse_cell, to_csv
+from engine.plan.timeline import Kind, Span, Timeline
 from engine.plan.verify import InvalidProgram, verify
 
 with_microbatch = st.sampled_from([op for op in Op if op is not Op.REDUCE])
@@ -207,8 +208,6 @@ EQUAL = {"input_backward": 0.5, "weight_backward": 0.5}
 
 @pytest.mark.parametrize(("name", "microbatches"), [("naive", 2), ("gpipe", 4), ("1f1b", 4), ("forward_only", 4)])
 def test_the_drawing_in_a_docstring_is_the_schedule(name, microbatches):
-    from engine.plan.schedules import SCHEDULES
-
     drawing = [line.strip() for line in (SCHEDULES[name].function.__doc__ or "").splitlines()]
     for line in drawn(name, 3, microbatches, **EQUAL).splitlines():
         assert line.rstrip() in drawing
@@ -238,6 +237,12 @@ def test_grids_keep_to_their_width_and_point_at_the_mark(program, width, data):
         if what is program:
             cell = lines[arrow - 1][lines[arrow].index("^") :].split()[0]
             assert cell == str(Action.unpack(program.rows[rank][index]))
+
+
+def test_measured_time_is_drawn_from_where_its_window_begins():
+    spans = [Span(0, Kind.F, 0, 0, 10**15, 10**15 + 7), Span(0, Kind.B, 0, 0, 10**15 + 7, 10**15 + 21)]
+    timeline = Timeline.of(spans, [[10**15, 10**15 + 28]], measured=True)
+    assert grid(timeline) == "rank 0 | F0 B0 -  ."
 
 
 def test_many_ranks_are_shown_around_the_mark():

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from engine.plan.actions import Placement, Program
+from engine.plan.grid import grid
 from engine.plan.simulate import Costs, Figures
-from engine.plan.text import cells, grid
+from engine.plan.text import cells
 from engine.plan.timeline import Timeline
 
 MOST_LISTED = 100_000  # actions; above it plan.json names the CSV instead of listing the program
