@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import launched
 import pytest
 import torch
-import workers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,7 +64,7 @@ def kinds(records: list[Record], kind: str) -> list[int]:
 
 @pytest.mark.process
 def test_completes_and_hands_on_every_record(records: list[Record]) -> None:
-    assert run(workers.good, records) == Outcome("completed")
+    assert run(launched.good, records) == Outcome("completed")
     assert kinds(records, "ready") == kinds(records, "done") == [0, 1, 2]
     lines = {r.meta["rank"]: r.meta["message"] for r in records if r.kind == "log"}
     assert lines == {rank: f"hello from {rank}" for rank in range(3)}
@@ -72,7 +72,7 @@ def test_completes_and_hands_on_every_record(records: list[Record]) -> None:
 
 @pytest.mark.process
 def test_every_worker_is_a_process_of_its_own_group(records: list[Record]) -> None:
-    run(workers.good, records)
+    run(launched.good, records)
     pids = {r.meta["pid"] for r in records if r.kind == "ready"}
     assert len(pids) == 3 and os.getpid() not in pids
 
@@ -81,22 +81,22 @@ def test_every_worker_is_a_process_of_its_own_group(records: list[Record]) -> No
 def test_ends_fifty_times(records: list[Record]) -> None:
     for _ in range(50):
         records.clear()
-        assert run(workers.good, records, ranks=2).status == "completed"
+        assert run(launched.good, records, ranks=2).status == "completed"
         assert kinds(records, "done") == [0, 1]
 
 
 @pytest.mark.process
 def test_own_error_outweighs_what_others_saw_of_it(records: list[Record]) -> None:
-    outcome = run(workers.raises, records)
+    outcome = run(launched.raises, records)
     assert outcome.status == "failed" and outcome.exit_code == 1
     expected = "rank 1 (stage 1, micro-batch 2, in 1B2) failed: ArithmeticError: the loss is not finite"
     assert outcome.error == expected
-    assert outcome.traceback is not None and "workers.py" in outcome.traceback
+    assert outcome.traceback is not None and "launched.py" in outcome.traceback
 
 
 @pytest.mark.process
 def test_killed_worker_is_named_with_its_last_action(records: list[Record]) -> None:
-    outcome = run(workers.killed, records)
+    outcome = run(launched.killed, records)
     assert outcome.error == "rank 1 (stage 1, micro-batch 3, in 1F3) was killed by SIGKILL"
     assert outcome.exit_code == 1
 
@@ -105,10 +105,10 @@ def test_killed_worker_is_named_with_its_last_action(records: list[Record]) -> N
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        (workers.interrupted, "rank 0 was killed by SIGINT"),
-        (workers.keyboard, "rank 0 failed: KeyboardInterrupt: (no message)"),
-        (workers.leaves, "rank 0 failed: SystemExit: 0"),
-        (workers.silent, "rank 1 ended with exit status 0 before the run was over"),
+        (launched.interrupted, "rank 0 was killed by SIGINT"),
+        (launched.keyboard, "rank 0 failed: KeyboardInterrupt: (no message)"),
+        (launched.leaves, "rank 0 failed: SystemExit: 0"),
+        (launched.silent, "rank 1 ended with exit status 0 before the run was over"),
     ],
 )
 def test_a_worker_that_leaves_early_is_a_failure(entry: Callable[..., None], said: str, records: list[Record]) -> None:
@@ -118,7 +118,7 @@ def test_a_worker_that_leaves_early_is_a_failure(entry: Callable[..., None], sai
 
 @pytest.mark.process
 def test_frozen_rank_is_named(records: list[Record]) -> None:
-    outcome = run(workers.frozen, records)
+    outcome = run(launched.frozen, records)
     assert outcome.error is not None and outcome.error.startswith("rank 2 went silent")
 
 
@@ -132,7 +132,7 @@ def test_signal_to_the_parent_ends_workers_and_their_children(signum: int, code:
         if len(children) == 2:
             os.kill(os.getpid(), signum)
 
-    outcome = in_processes(job_of(2), on_record, workers.with_children)
+    outcome = in_processes(job_of(2), on_record, launched.with_children)
     assert (outcome.status, outcome.exit_code) == ("interrupted", code)
     _gone(children)
 
@@ -157,12 +157,12 @@ def test_error_of_the_listener_ends_the_workers() -> None:
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        in_processes(job_of(2), on_record, workers.with_children)
+        in_processes(job_of(2), on_record, launched.with_children)
 
 
 @pytest.mark.process
 def test_threads_per_worker_reach_the_worker(records: list[Record]) -> None:
-    run(workers.good, records, ranks=2, threads_per_worker=3)
+    run(launched.good, records, ranks=2, threads_per_worker=3)
     assert {r.meta["threads"] for r in records if r.kind == "ready"} == {3}
 
 
@@ -207,7 +207,7 @@ def same_threads() -> Iterator[None]:
 @pytest.mark.usefixtures("same_threads")
 def test_threads_complete_and_log_by_rank(records: list[Record], caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    assert in_threads(job_of(), records.append, workers.good) == Outcome("completed")
+    assert in_threads(job_of(), records.append, launched.good) == Outcome("completed")
     lines = {r.meta["rank"]: r.meta["message"] for r in records if r.kind == "log"}
     assert lines == {rank: f"hello from {rank}" for rank in range(3)}
 
@@ -228,7 +228,7 @@ def test_threads_are_interrupted(records: list[Record]) -> None:
 @pytest.mark.usefixtures("same_threads")
 def test_threads_leave_the_number_of_threads_as_it_was(records: list[Record]) -> None:
     before = torch.get_num_threads()
-    in_threads(job_of(2, threads_per_worker=before + 1), records.append, workers.good)
+    in_threads(job_of(2, threads_per_worker=before + 1), records.append, launched.good)
     assert {r.meta["threads"] for r in records if r.kind == "ready"} == {before + 1}
     assert torch.get_num_threads() == before
 

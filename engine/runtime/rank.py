@@ -38,7 +38,9 @@ def guarded(rank: int, post: Post, work: Callable[[], None]) -> bool:
 def work(job: Job, rank: int, transport: Transport, post: Post) -> None:
     """The rank's whole work, and the end of its transport: orderly, or at once where it failed."""
     from engine.runtime import worker
+    from engine.targets import prepare_import_path
 
+    prepare_import_path(job.start_dir)
     try:
         worker.run(job, rank, transport, post)
     except BaseException:
