@@ -26,7 +26,7 @@ def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: flo
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
-@pytest.mark.parametrize(("ranks", "microbatches"), itertools.product(RANKS, MICROBATCHES))
+@pytest.mark.parametrize(("ranks", "microbatches"), list(itertools.product(RANKS, MICROBATCHES)))
 def test_equals_one_process(ranks: int, microbatches: int, optimizer: dict[str, object]) -> None:
     """18 samples (uneven micro-batches), ignored targets, a blank sample, clipping on; three schedules, R = 1."""
     base = settings(
@@ -48,7 +48,7 @@ def test_equals_one_process(ranks: int, microbatches: int, optimizer: dict[str, 
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
-@pytest.mark.parametrize(("ranks", "microbatches"), itertools.product(RANKS, MICROBATCHES))
+@pytest.mark.parametrize(("ranks", "microbatches"), list(itertools.product(RANKS, MICROBATCHES)))
 def test_replicas_equal_one_process(ranks: int, microbatches: int, optimizer: dict[str, object]) -> None:
     """R = 2, 19 samples: replicas with different shares, a short last batch after two steps."""
     base = settings(

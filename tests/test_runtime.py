@@ -142,13 +142,27 @@ def test_accumulation_equals_one_pass(schedule: str, accumulate: int) -> None:
 @pytest.mark.parametrize("replicas", [1, 3])
 def test_short_last_batches_train(replicas: int) -> None:
     """10 samples in batches of 9: the last batch of an epoch has one sample, less than M and less than R."""
-    data = {"_target_": "toys.Tokens", "samples": 10}
+    data = {"_target_": "toys.Tokens", "samples": 10, "targets": 7}
     base = settings("1f1b", 2, 3, replicas, global_batch_size=9, steps=None, epochs=2, data=data)
     expected, losses = plain(base, microbatched=True)
     ran = run_threads(base)
     close(ran.state(), expected)
     assert len(ran.losses()) == 4
     assert ran.losses() == pytest.approx(losses, rel=1e-9)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_batch_in_which_nothing_counts_changes_nothing(replicas: int) -> None:
+    """No target of the whole batch is scored: no gradient, no NaN, and weight decay has nothing to act on."""
+    data = {"_target_": "toys.Tokens", "blank": 1}
+    before: dict[str, torch.Tensor] = {}
+
+    def keep(worker: Worker) -> None:
+        before.update({k: v.clone() for s in worker.stages.values() for k, v in s.state_dict().items()})
+
+    ran = run_threads(settings("1f1b", 2, 3, replicas, data=data, clip_norm=1.0), keep)
+    assert equal(ran.state(), before)
+    assert [r.meta["loss_sum"] for r in ran.of("step") if r.meta["loss_sum"] is not None] == [0.0] * 3 * replicas
 
 
 def test_evaluation_counts_exactly_and_leaves_training_alone() -> None:

@@ -83,16 +83,19 @@ class Ends(nn.Module):
 
 
 class Begins(nn.Module):
-    """Takes what `Ends` hands on; its first operation works in place."""
+    """Takes what `Ends` hands on; its first operation works in place, where one process could do that too."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, how: str) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
+        self.how = how
 
     def forward(self, x: Any) -> Tensor:
         if isinstance(x, dict):
             a, b = x["h"]
             x = torch.where(x["keep"][:, None, None], a, b * x["n"]) + x["ids"][:, None, None]
+        elif self.how == "expanded":
+            x = x * 0.5
         else:
             x.mul_(0.5).add_(1.0)
         return self.linear(x)
@@ -102,7 +105,7 @@ def odd_boundary(how: str, width: int = 8, classes: int = 5) -> Layers:
     """Two layers with an unusual boundary between them, then a plain one."""
     return [
         ("ends", lambda: Ends(width, how)),
-        ("begins", lambda: Begins(width)),
+        ("begins", lambda: Begins(width, how)),
         ("head", lambda: nn.Linear(width, classes)),
     ]
 

@@ -123,8 +123,8 @@ class Wiring:
             self._transport.all_reduce(vector, self._pipeline, "norms").wait()
 
     def sum_counts(self, count: torch.Tensor) -> Callable[[], None]:
-        """Start the sum of a count over the replicas' last ranks; the returned function waits for it."""
-        if self._replicas == 1:
+        """Start the sum of a count over the replicas' last ranks (others take no part); the result waits for it."""
+        if self._replicas == 1 or self._transport.rank not in self._last:
             return lambda: None
         return self._transport.all_reduce(count, self._last, "counts").wait
 
