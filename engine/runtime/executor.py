@@ -28,6 +28,7 @@ from engine.plan.timeline import Kind
 from engine.runtime import boundary
 from engine.runtime.boundary import Layout, backward_layout, forward_layout
 from engine.runtime.links import ONE_WAY, Links, Pending
+from engine.runtime.position import here
 from engine.runtime.stage import Draw, Stage
 from engine.runtime.trace import Tracer
 
@@ -91,8 +92,10 @@ class Executor:
     def run(self, row: Sequence[Action], feed: Feed) -> None:
         """Execute one row. In evaluation (no graph is kept) the row holds forwards only."""
         self._feed = feed
+        position = here()
         with torch.set_grad_enabled(feed.training):
             for action in row:
+                position[0] = action.pack()
                 try:
                     self._do[action.op](action.stage, action.microbatch)
                 except BaseException as error:
