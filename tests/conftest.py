@@ -32,7 +32,11 @@ def children() -> dict[int, str]:
     """Process id -> command line of every child of this process, zombies left out. Empty where there is no /proc."""
     found = {}
     for task in Path("/proc/self/task").glob("*/children"):
-        for pid in task.read_text().split():
+        try:
+            listed = task.read_text().split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # a thread that has just ended
+        for pid in listed:
             try:
                 state = Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0]
                 command = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
