@@ -40,6 +40,7 @@ class Op(IntEnum):
 COMPUTE = (Op.F, Op.B, Op.I, Op.W)
 SENDS = (Op.SEND_F, Op.SEND_B)
 RECVS = (Op.RECV_F, Op.RECV_B)
+NAMES = tuple("REDUCE_GRAD" if op is Op.REDUCE else op.name for op in Op)  # as torch writes them, by number
 NO_MICROBATCH = -1
 _FUSED = 1 << 55
 
@@ -56,8 +57,7 @@ class Action(NamedTuple):
     fused: bool = False
 
     def __str__(self) -> str:
-        name = "REDUCE_GRAD" if self.op is Op.REDUCE else self.op.name
-        return f"{self.stage}{name}{self.microbatch if self.microbatch >= 0 else ''}"
+        return f"{self.stage}{NAMES[self.op]}{self.microbatch if self.microbatch >= 0 else ''}"
 
     def pack(self) -> int:
         return (self.op << 56) | (_FUSED * self.fused) | (self.stage << 32) | (self.microbatch + 1)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from engine.plan.actions import COMPUTE, NO_MICROBATCH, Action, Op, Placement, Program
+from engine.plan.actions import COMPUTE, NAMES, NO_MICROBATCH, Action, Op, Placement, Program, Row, unpack
 
 _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|STEP|UNSHARD|RESHARD|F|B|I|W)(\d*)", re.ASCII)
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
@@ -25,7 +25,7 @@ def parse_action(text: str) -> Action:
     match = _ACTION.fullmatch(text.strip())
     if match is None or match[2] in _SHARDING:
         raise ValueError(f"{text!r} is not an action; expected stage, operation, micro-batch as in 2F0 or 1SEND_F3")
-    op = Op.REDUCE if match[2] == "REDUCE_GRAD" else Op[match[2]]
+    op = Op(NAMES.index(match[2]))
     if bool(match[3]) != (op is not Op.REDUCE) and op is not Op.STEP:
         raise ValueError(f"{text!r} is not an action: {match[2]} takes {'no' if match[3] else 'a'} micro-batch")
     stage, microbatch = int(match[1]), int(match[3]) if match[3] else NO_MICROBATCH
@@ -49,15 +49,16 @@ def parse_cell(text: str) -> tuple[Action, ...]:
 
 def cells(program: Program, rank: int) -> list[str]:
     """A rank's row as CSV cells."""
-    return [cell for _, cell in _cells(program.actions(rank))]
+    return _cells(program.rows[rank])
 
 
-def _cells(actions: Iterator[Action]) -> Iterator[tuple[Op, str]]:
-    for action in actions:
-        if action.fused:
-            yield action.op, f"({action};{next(actions)})OVERLAP_F_B"
-        else:
-            yield action.op, str(action)
+def _cells(row: Row) -> list[str]:
+    fields = unpack(row)
+    numbers = zip(fields.op.tolist(), fields.stage.tolist(), fields.microbatch.tolist(), strict=True)
+    texts = [f"{stage}{NAMES[op]}{microbatch if microbatch >= 0 else ''}" for op, stage, microbatch in numbers]
+    for at in np.flatnonzero(fields.fused)[::-1].tolist():
+        texts[at : at + 2] = [f"({';'.join(texts[at : at + 2])})OVERLAP_F_B"]
+    return texts
 
 
 def to_csv(program: Program, for_torch: bool = False) -> str:
@@ -67,11 +68,8 @@ def to_csv(program: Program, for_torch: bool = False) -> str:
             f"{program.name} cannot be exported for torch.distributed.pipelining: it keeps {program.placement.copies} "
             "copies of each stage, and there a stage lives on one rank"
         )
-    rows = (
-        ",".join(cell for op, cell in _cells(program.actions(rank)) if not (for_torch and op is Op.STEP))
-        for rank in range(program.ranks)
-    )
-    return "".join(row + "\n" for row in rows)
+    rows = (row[unpack(row).op != Op.STEP] if for_torch else row for row in program.rows)
+    return "".join(",".join(_cells(row)) + "\n" for row in rows)
 
 
 def from_csv(text: str, placement: Placement | None = None, name: str = "csv") -> Program:

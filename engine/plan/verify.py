@@ -19,6 +19,7 @@ from engine.plan.refusal import InvalidProgram, first, place, refuse
 
 __all__ = ["InvalidProgram", "peak_in_flight", "verify"]
 
+MOST_LINKS = 8  # of a circle of waiting ranks, in a refusal
 Places = dict[tuple[int, int], int]  # (rank, stage) -> index of an action
 
 
@@ -166,11 +167,13 @@ def _progress(flat: Flat, waits: Dependencies) -> None:
         chain.append(at)
     circle = chain[chain.index(at) :]
     links = []
-    for head in circle:
+    for head in circle[:MOST_LINKS]:
         source = int(waits.neighbour[head])
         behind = flat.action(int(heads[flat.rank[source]]))
         links.append(
             f"{flat.action(head)} waits for {flat.action(source)}, which rank {flat.rank[source]} lists behind {behind}"
         )
+    if len(circle) > MOST_LINKS:
+        links.append(f"and so on, through {len(circle)} ranks")
     blocker = flat.action(int(waits.neighbour[circle[0]]))
     refuse(flat, circle[0], flat.action(circle[0]), blocker, f"deadlock: {'; '.join(links)}")
