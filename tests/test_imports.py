@@ -29,7 +29,7 @@ ALLOWED = {
         "engine.plan", "engine.collectives", "engine.job", "engine.settings", "engine.records", "engine.targets",
         "engine.interrupt", "engine.outcome",
     },
-    "engine.report": {"engine.plan", "engine.records", "engine.settings"},
+    "engine.report": {"engine.job", "engine.plan", "engine.records", "engine.settings"},
     "engine.config": {"engine.plan", "engine.settings"},
     "engine.complaints": {"engine.config"},
     "engine.run": {"engine"},

@@ -23,7 +23,7 @@ from engine.plan.simulate import Costs, simulate
 
 @dataclass(frozen=True)
 class Run:
-    """One run of one side: seconds per step, and of a pipeline "F" and "B" -> median seconds of an action, per stage."""
+    """One run of one side: seconds per step; of a pipeline "F" and "B" -> median seconds of an action, per stage."""
 
     step_s: float
     durations: Mapping[str, Sequence[float]] = field(default_factory=dict)
