@@ -25,9 +25,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class MessageSpec:
-    """A nesting of tensors: `tree` is torch.utils._pytree's TreeSpec, `leaves` a TensorSpec or a constant each."""
+    """A nesting of tensors: `template` is the nesting with a TensorSpec for each tensor and constants as they are;
+    `leaves` are those of the template, in order."""
 
-    tree: Any
+    template: Any
     leaves: tuple[Any, ...]
 
     @property

@@ -88,7 +88,7 @@ def run_threads(wanted: Settings, inspect: Callable[[Worker], None] | None = Non
             if inspect:
                 inspect(worker)
             worker.run()
-        except BaseException as error:  # noqa: BLE001 - raised again below
+        except BaseException as error:
             errors.append(error)
             hub.abort()
 

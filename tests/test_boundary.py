@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
-from engine.runtime import boundary
-from engine.runtime.boundary import Header, describe, mismatch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.runtime.boundary import Header, Message, describe, tensors_of
+
 CPU = torch.device("cpu")
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool,
-          torch.complex64]  # fmt: skip
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64]
 
 
 def through(value: object) -> object:
     """Send and receive."""
-    spec = describe(value)
-    layout = boundary.forward_layout(spec)
-    buffer = layout.pack(boundary.tensors_of(value), Header(3, 4, 5), CPU)
+    message = Message(pickle.loads(pickle.dumps(describe(value))))
+    layout = message.forward
+    buffer = layout.pack(tensors_of(value), Header(3, 4, 5), CPU)
     assert buffer.numel() == layout.nbytes
     tensors, acknowledged = layout.unpack(buffer, Header(3, 4, 0))
     assert acknowledged == 5
-    received, _ = boundary.enter(tensors, spec, torch.zeros((), requires_grad=True))
+    received, _ = message.enter(tensors, torch.zeros((), requires_grad=True))
     return received
 
 
@@ -82,16 +84,16 @@ def test_dense_layouts_keep_their_strides() -> None:
 
 
 def test_gradients_come_back_and_absent_ones_stay_absent() -> None:
-    spec = describe((torch.ones(2, requires_grad=True), torch.arange(3), torch.ones(4, requires_grad=True)))
-    layout = boundary.forward_layout(spec)
+    message = Message(describe((torch.ones(2, requires_grad=True), torch.arange(3), torch.ones(4, requires_grad=True))))
+    layout = message.forward
     sent = [torch.full((2,), 3.0), torch.arange(3), torch.ones(4)]
     received, _ = layout.unpack(layout.pack(sent, Header(0, 0, 0), CPU), Header(0, 0, 0))
-    (a, ids, _), box = boundary.enter(received, spec, torch.zeros((), requires_grad=True))
+    (a, ids, _), box = message.enter(received, torch.zeros((), requires_grad=True))
     assert not ids.requires_grad
     (a * a).sum().backward()
     assert box[0].tolist() == [6.0, 6.0]
     assert box[1] is None
-    back = boundary.backward_layout(spec)
+    back = message.backward
     gradients, _ = back.unpack(back.pack(box, Header(1, 0, 0), CPU), Header(1, 0, 0))
     assert gradients[0].tolist() == [6.0, 6.0]
     assert gradients[1] is None
@@ -99,10 +101,10 @@ def test_gradients_come_back_and_absent_ones_stay_absent() -> None:
 
 def test_an_in_place_first_layer_spoils_nothing() -> None:
     """Two tensors of one message: one is changed in place after the other was saved for backward."""
-    spec = describe((torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)))
-    layout = boundary.forward_layout(spec)
+    message = Message(describe((torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True))))
+    layout = message.forward
     tensors, _ = layout.unpack(layout.pack([torch.ones(2), torch.ones(2)], Header(0, 0, 0), CPU), Header(0, 0, 0))
-    (a, b), box = boundary.enter(tensors, spec, torch.zeros((), requires_grad=True))
+    (a, b), box = message.enter(tensors, torch.zeros((), requires_grad=True))
     saved = b * b
     (a.mul_(3).relu_() + saved).sum().backward()
     assert box[0].tolist() == [3.0, 3.0]
@@ -110,20 +112,20 @@ def test_an_in_place_first_layer_spoils_nothing() -> None:
 
 
 def test_a_message_out_of_step_is_found() -> None:
-    layout = boundary.forward_layout(describe(torch.ones(2)))
+    layout = Message(describe(torch.ones(2))).forward
     buffer = layout.pack([torch.ones(2)], Header(1, 2, 0), CPU)
-    with pytest.raises(RuntimeError, match="expected stage 1, micro-batch 3.*received stage 1, micro-batch 2"):
+    with pytest.raises(RuntimeError, match=r"expected stage 1, micro-batch 3.*received stage 1, micro-batch 2"):
         layout.unpack(buffer, Header(1, 3, 0))
 
 
 def test_differences_are_named() -> None:
-    spec = describe({"h": torch.ones(2, 3), "n": 3})
-    assert mismatch({"h": torch.zeros(2, 3), "n": 3}, spec) is None
-    assert "[2, 4] float32 instead of [2, 3] float32" in str(mismatch({"h": torch.ones(2, 4), "n": 3}, spec))
-    assert "float64 instead of" in str(mismatch({"h": torch.ones(2, 3).double(), "n": 3}, spec))
-    assert "4 instead of 3" in str(mismatch({"h": torch.ones(2, 3), "n": 4}, spec))
-    assert "structure" in str(mismatch([torch.ones(2, 3), 3], spec))
-    assert "requires_grad" in str(mismatch({"h": torch.ones(2, 3, requires_grad=True), "n": 3}, spec))
+    message = Message(describe({"h": torch.ones(2, 3), "n": 3}))
+    assert message.mismatch({"h": torch.zeros(2, 3), "n": 3}) is None
+    assert "[2, 4] float32 instead of [2, 3] float32" in str(message.mismatch({"h": torch.ones(2, 4), "n": 3}))
+    assert "float64 instead of" in str(message.mismatch({"h": torch.ones(2, 3).double(), "n": 3}))
+    assert "4 instead of 3" in str(message.mismatch({"h": torch.ones(2, 3), "n": 4}))
+    assert "structure" in str(message.mismatch([torch.ones(2, 3), 3]))
+    assert "requires_grad" in str(message.mismatch({"h": torch.ones(2, 3, requires_grad=True), "n": 3}))
 
 
 def test_objects_are_refused_by_type() -> None:

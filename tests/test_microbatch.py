@@ -6,9 +6,10 @@ from collections import namedtuple
 
 import pytest
 import torch
-from engine.runtime.microbatch import Batches, passes, sizes, take
 from hypothesis import given
 from hypothesis import strategies as st
+
+from engine.runtime.microbatch import Batches, passes, sizes, take
 
 
 @given(st.integers(0, 300), st.integers(1, 40))

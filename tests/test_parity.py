@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from harness import ADAM, SGD, plain, run_threads, settings
+
+from engine.settings import Settings
 
 SCHEDULES = ("naive", "gpipe", "1f1b")
 RANKS = (1, 2, 3, 4)
@@ -19,9 +22,9 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = 1e-9) -> None:
     assert a.keys() == b.keys()
-    for key in a:
+    for key, value in a.items():
         torch.testing.assert_close(
-            a[key], b[key], rtol=tolerance, atol=tolerance * 1e-3, msg=lambda m, k=key: f"{k}: {m}"
+            value, b[key], rtol=tolerance, atol=tolerance * 1e-3, msg=lambda m, k=key: f"{k}: {m}"
         )
 
 
@@ -73,7 +76,5 @@ def test_replicas_equal_one_process(ranks: int, microbatches: int, optimizer: di
     assert equal(states[0], states[2])
 
 
-def settings_like(base, schedule):
-    from dataclasses import replace
-
+def settings_like(base: Settings, schedule: str) -> Settings:
     return replace(base, schedule={"name": schedule})

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from engine.runtime.worker import Worker
-from engine.settings import Eval
 from harness import Ran, plain, run_threads, settings
 from test_parity import close, equal
+
+from engine.runtime.worker import Worker
+from engine.settings import Eval
 
 SCHEDULES = ("naive", "gpipe", "1f1b")
 
@@ -216,7 +218,7 @@ def test_spans_and_windows_follow_one_another() -> None:
     ran = run_threads(settings("1f1b", 2, 4, clip_norm=1.0))
     for rank in (0, 1):
         steps = [r for r in ran.of("step") if r.meta["rank"] == rank]
-        for before, after in zip(steps, steps[1:], strict=False):
+        for before, after in itertools.pairwise(steps):
             assert before.meta["window"][1] == after.meta["window"][0]
         for record in steps:
             start, end = record.meta["window"]

@@ -40,8 +40,8 @@ class Header(NamedTuple):
 
 def describe(value: Any) -> MessageSpec:
     """The spec of a nesting of (real or fake) tensors and constants."""
-    leaves, tree = pytree.tree_flatten(value)
-    return MessageSpec(tree, tuple(_leaf(leaf) for leaf in leaves))
+    template = pytree.tree_map(_leaf, value)
+    return MessageSpec(template, tuple(pytree.tree_leaves(template)))
 
 
 def _leaf(leaf: Any) -> Any:
@@ -53,25 +53,6 @@ def _leaf(leaf: Any) -> Any:
     raise ValueError(
         f"a {type(leaf).__name__} crosses a stage boundary; tensors, numbers, strings, None and nestings of them can"
     )
-
-
-def mismatch(value: Any, spec: MessageSpec) -> str | None:
-    """How a nesting differs from its spec (shape, dtype, grad, structure, constants), or None. Strides may differ."""
-    leaves, tree = pytree.tree_flatten(value)
-    if tree != spec.tree:
-        return f"structure {tree} instead of {spec.tree}"
-    for index, (leaf, want) in enumerate(zip(leaves, spec.leaves, strict=True)):
-        if isinstance(want, TensorSpec):
-            if not isinstance(leaf, Tensor):
-                return f"position {index}: {leaf!r} instead of a tensor {list(want.shape)} {want.dtype}"
-            dtype = str(leaf.dtype).removeprefix("torch.")
-            if tuple(leaf.shape) != want.shape or dtype != want.dtype:
-                return f"position {index}: {list(leaf.shape)} {dtype} instead of {list(want.shape)} {want.dtype}"
-            if leaf.requires_grad != want.requires_grad:
-                return f"position {index}: requires_grad {leaf.requires_grad} instead of {want.requires_grad}"
-        elif isinstance(leaf, Tensor) or leaf != want:
-            return f"position {index}: {leaf!r} instead of {want!r}"
-    return None
 
 
 class Layout:
@@ -133,14 +114,61 @@ class Layout:
         return tensors, words[3]
 
 
-def forward_layout(spec: MessageSpec) -> Layout:
-    """Layout of an activation message."""
-    return Layout(spec.tensors)
+class Message:
+    """What a stage hands on for micro-batches of one size: its spec, and the layouts of both directions.
+
+    Back travel the gradients of those tensors that require grad, in order.
+    """
+
+    def __init__(self, spec: MessageSpec) -> None:
+        self.spec = spec
+        self.tree = pytree.tree_structure(spec.template)
+        self.forward = Layout(spec.tensors)
+        self.backward = Layout([t for t in spec.tensors if t.requires_grad])
+
+    def mismatch(self, value: Any) -> str | None:
+        """How a nesting differs (structure, shape, dtype, grad, constants), or None. Strides may differ."""
+        leaves, tree = pytree.tree_flatten(value)
+        if tree != self.tree:
+            return f"structure {tree} instead of {self.tree}"
+        for index, (leaf, want) in enumerate(zip(leaves, self.spec.leaves, strict=True)):
+            if difference := _difference(leaf, want):
+                return f"position {index}: {difference}"
+        return None
+
+    def enter(self, tensors: Sequence[Tensor | None], anchor: Tensor) -> tuple[Any, list[Tensor | None]]:
+        """A received message as the input of a stage, and the box into which backward puts its gradients.
+
+        `anchor` is any tensor that requires grad. The box has one entry per tensor that requires grad.
+        """
+        box: list[Tensor | None] = []
+        leaves: list[Any] = []
+        arrived = iter(tensors)
+        for leaf in self.spec.leaves:
+            if not isinstance(leaf, TensorSpec):
+                leaves.append(leaf)
+                continue
+            tensor = next(arrived)
+            assert tensor is not None
+            if leaf.requires_grad and torch.is_grad_enabled():
+                box.append(None)
+                leaves.append(_Gate.apply(anchor, tensor, box, len(box) - 1))
+            else:
+                leaves.append(tensor)
+        return pytree.tree_unflatten(leaves, self.tree), box
 
 
-def backward_layout(spec: MessageSpec) -> Layout:
-    """Layout of the gradients of an activation message: of its tensors that require grad, in order."""
-    return Layout([t for t in spec.tensors if t.requires_grad])
+def _difference(leaf: Any, want: Any) -> str | None:
+    if not isinstance(want, TensorSpec):
+        return f"{leaf!r} instead of {want!r}" if isinstance(leaf, Tensor) or leaf != want else None
+    if not isinstance(leaf, Tensor):
+        return f"{leaf!r} instead of a tensor {list(want.shape)} {want.dtype}"
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    if tuple(leaf.shape) != want.shape or dtype != want.dtype:
+        return f"{list(leaf.shape)} {dtype} instead of {list(want.shape)} {want.dtype}"
+    if leaf.requires_grad != want.requires_grad:
+        return f"requires_grad {leaf.requires_grad} instead of {want.requires_grad}"
+    return None
 
 
 def _aligned(nbytes: int) -> int:
@@ -183,28 +211,6 @@ def alias(tensor: Tensor) -> Tensor:
     """Another tensor over the same memory that is no view of the first: it has a version counter of its own."""
     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return whole.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
-def enter(tensors: Sequence[Tensor | None], spec: MessageSpec, anchor: Tensor) -> tuple[Any, list[Tensor | None]]:
-    """A received message as the input of a stage, and the box into which backward puts its gradients.
-
-    `anchor` is any tensor that requires grad. The box has one entry per tensor of the spec that requires grad.
-    """
-    box: list[Tensor | None] = []
-    leaves: list[Any] = []
-    arrived = iter(tensors)
-    for leaf in spec.leaves:
-        if not isinstance(leaf, TensorSpec):
-            leaves.append(leaf)
-            continue
-        tensor = next(arrived)
-        assert tensor is not None
-        if leaf.requires_grad and torch.is_grad_enabled():
-            box.append(None)
-            leaves.append(_Gate.apply(anchor, tensor, box, len(box) - 1))
-        else:
-            leaves.append(tensor)
-    return pytree.tree_unflatten(leaves, spec.tree), box
 
 
 def tensors_of(value: Any) -> list[Tensor]:

@@ -25,8 +25,7 @@ from torch import Tensor
 from engine.job import MessageSpec
 from engine.plan.actions import Action, Op, Placement
 from engine.plan.timeline import Kind
-from engine.runtime import boundary
-from engine.runtime.boundary import Layout, backward_layout, forward_layout
+from engine.runtime.boundary import Layout, Message, tensors_of
 from engine.runtime.links import ONE_WAY, Links, Pending
 from engine.runtime.position import here
 from engine.runtime.stage import Draw, Stage
@@ -73,7 +72,7 @@ class Executor:
         self.peak_in_flight = 0
         self.peak_bytes = 0
         self._specs = specs
-        self._layouts: dict[tuple[str, int, int, bool], Layout] = {}
+        self._messages: dict[tuple[str, int, int], Message] = {}
         self._feed: Feed
         self._posted: dict[tuple[Op, int, int], Pending] = {}
         self._handed: dict[tuple[Op, int, int], list[Tensor | None]] = {}
@@ -107,23 +106,23 @@ class Executor:
 
     def _forward(self, stage: int, microbatch: int) -> None:
         feed, rows = self._feed, self._feed.sizes[microbatch]
-        spec = self._spec(stage - 1, rows) if stage > 0 else None
-        received = self._arrived(Op.RECV_F, stage, microbatch) if spec is not None else None
-        given = feed.input(microbatch) if spec is None else None
+        message = self._message(stage - 1, microbatch) if stage > 0 else None
+        received = self._arrived(Op.RECV_F, stage, microbatch) if message else None
+        given = None if message else feed.input(microbatch)
         last = stage == self.placement.stages - 1
         target = feed.target(microbatch) if last else None
         start = self.tracer.mark()
         if feed.training:
             loss = (lambda output: feed.loss(output, target)) if last else None
             output, total = self.stages[stage].forward(
-                microbatch, received, given, spec, feed.draw(microbatch), loss, rows
+                microbatch, received, given, message, feed.draw(microbatch), loss, rows
             )
             if total is not None:
                 feed.losses[microbatch] = total
         else:
-            if spec is not None:
+            if message:
                 assert received is not None
-                given, _ = boundary.enter(received, spec, torch.empty(0))
+                given, _ = message.enter(received, torch.empty(0))
             output = self.stages[stage].run(given, None)
             if last:
                 assert feed.evaluated is not None
@@ -131,7 +130,7 @@ class Executor:
         self.tracer.add(Kind.F, stage, microbatch, start, self.tracer.mark())
         self._count_live()
         if not last:
-            self._hand_on(output, stage, microbatch, rows)
+            self._hand_on(output, stage, microbatch)
 
     def _backward(self, stage: int, microbatch: int) -> None:
         feed = self._feed
@@ -151,15 +150,15 @@ class Executor:
 
     # -- messages --------------------------------------------------------------------------------------------------
 
-    def _hand_on(self, output: Any, stage: int, microbatch: int, rows: int) -> None:
+    def _hand_on(self, output: Any, stage: int, microbatch: int) -> None:
         """Check a stage's output against what the next stage expects, and pass it on."""
-        difference = boundary.mismatch(output, self._spec(stage, rows))
+        difference = self._message(stage, microbatch).mismatch(output)
         if difference:
             raise ValueError(
                 f"stage {stage} was found to send something else at start-up: {difference}. Shapes that vary between "
                 "steps are not supported: pad the samples to one shape"
             )
-        tensors: list[Tensor | None] = [t.detach() for t in boundary.tensors_of(output)]
+        tensors: list[Tensor | None] = [t.detach() for t in tensors_of(output)]
         self._deliver(Op.SEND_F, stage, stage + 1, microbatch, tensors)
 
     def _deliver(self, op: Op, stage: int, neighbour: int, microbatch: int, tensors: list[Tensor | None]) -> None:
@@ -182,13 +181,12 @@ class Executor:
         return tensors
 
     def _send_f(self, stage: int, microbatch: int) -> None:
-        layout = self._layout(stage, microbatch, forward=True)
-        self._send(Op.SEND_F, stage, stage + 1, microbatch, layout)
+        self._send(Op.SEND_F, stage, stage + 1, microbatch, self._message(stage, microbatch).forward)
         if not self._feed.training:
             self.links.limit(ONE_WAY)
 
     def _send_b(self, stage: int, microbatch: int) -> None:
-        self._send(Op.SEND_B, stage, stage - 1, microbatch, self._layout(stage - 1, microbatch, forward=False))
+        self._send(Op.SEND_B, stage, stage - 1, microbatch, self._message(stage - 1, microbatch).backward)
 
     def _send(self, op: Op, stage: int, neighbour: int, microbatch: int, layout: Layout) -> None:
         start = self.tracer.mark()
@@ -198,28 +196,19 @@ class Executor:
         self.tracer.add(Kind(int(op)), stage, microbatch, start, self.tracer.mark())
 
     def _recv_f(self, stage: int, microbatch: int) -> None:
-        layout = self._layout(stage - 1, microbatch, forward=True)
-        self._posted[Op.RECV_F, stage, microbatch] = self.links.post(
-            self.placement.rank(stage - 1, microbatch), "F", layout
-        )
+        peer, layout = self.placement.rank(stage - 1, microbatch), self._message(stage - 1, microbatch).forward
+        self._posted[Op.RECV_F, stage, microbatch] = self.links.post(peer, "F", layout)
 
     def _recv_b(self, stage: int, microbatch: int) -> None:
-        layout = self._layout(stage, microbatch, forward=False)
-        self._posted[Op.RECV_B, stage, microbatch] = self.links.post(
-            self.placement.rank(stage + 1, microbatch), "B", layout
-        )
+        peer, layout = self.placement.rank(stage + 1, microbatch), self._message(stage, microbatch).backward
+        self._posted[Op.RECV_B, stage, microbatch] = self.links.post(peer, "B", layout)
 
-    def _spec(self, producer: int, rows: int) -> MessageSpec:
-        return self._specs("train" if self._feed.training else "eval", rows)[producer]
-
-    def _layout(self, producer: int, microbatch: int, forward: bool) -> Layout:
-        """Layout of the message that stage `producer` sends on, or of its gradients."""
-        rows = self._feed.sizes[microbatch]
-        key = ("train" if self._feed.training else "eval", rows, producer, forward)
-        if key not in self._layouts:
-            spec = self._spec(producer, rows)
-            self._layouts[key] = forward_layout(spec) if forward else backward_layout(spec)
-        return self._layouts[key]
+    def _message(self, producer: int, microbatch: int) -> Message:
+        """What stage `producer` hands on for a micro-batch."""
+        key = ("train" if self._feed.training else "eval", self._feed.sizes[microbatch], producer)
+        if key not in self._messages:
+            self._messages[key] = Message(self._specs(key[0], key[1])[producer])
+        return self._messages[key]
 
 
 def _locate(error: BaseException, action: Action) -> None:

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.job import MessageSpec
-from engine.runtime import boundary
 from engine.runtime.activations import saved_bytes
+from engine.runtime.boundary import Message, tensors_of
 from engine.runtime.seeds import drawing, seed_for
 
 
@@ -103,19 +102,19 @@ class Stage:
         microbatch: int,
         received: Sequence[Tensor | None] | None,
         given: Any,
-        spec: MessageSpec | None,
+        message: Message | None,
         draw: Draw,
         loss: Callable[[Any], Tensor] | None,
         rows: int,
     ) -> tuple[Any, Tensor | None]:
         """Forward of a micro-batch of `rows` samples in training: the output, and on the last stage the loss sum.
 
-        The input is `given` on the first stage, else the `received` tensors of a message that `spec` describes.
+        The input is `given` on the first stage, else the `received` tensors of `message`.
         """
         box: list[Tensor | None] = []
-        if spec is not None:
+        if message is not None:
             assert received is not None
-            given, box = boundary.enter(received, spec, self._anchor)
+            given, box = message.enter(received, self._anchor)
         output = self.run(given, draw)
         total = None
         if loss is not None:
@@ -123,10 +122,10 @@ class Stage:
                 total = loss(output)
             roots = []
         else:
-            wanting = [t for t in boundary.tensors_of(output) if t.requires_grad]
+            wanting = [t for t in tensors_of(output) if t.requires_grad]
             roots = [torch.autograd.graph.get_gradient_edge(t) for t in wanting]
         if rows not in self._saved:
-            ends = boundary.tensors_of(output) if total is None else [total]
+            ends = tensors_of(output) if total is None else [total]
             self._saved[rows] = saved_bytes(ends, [p for layer in self.layers for p in layer.module.parameters()])
         self._live[microbatch] = _Live(box, roots, total, self._saved[rows])
         return output, None if total is None else total.detach()
