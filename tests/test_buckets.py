@@ -271,6 +271,28 @@ def test_an_error_of_the_thread_is_raised_by_wait() -> None:
     over_threads(2, main)
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_the_sum_is_behind_the_backward() -> None:
+    """Each rank reduces in a stream of its own, which must wait for the gradients and be waited for."""
+
+    def main(transport: Transport) -> list[float]:
+        p = nn.Parameter(torch.zeros(1000, 1000, device="cuda"))
+        reducer = Reducer([("p", p)], collective_of(transport), 10**7)
+        seen = []
+        for step in range(10):
+            heavy = torch.ones(1000, 1000, device="cuda")
+            for _ in range(20):
+                heavy = heavy @ torch.full_like(heavy, 1e-3)
+            p.grad = heavy * (step + 1)
+            reducer.launch()
+            reducer.wait()
+            seen.append(round(float(p.grad.mean()), 3))
+            p.grad = None
+        return seen
+
+    assert over_threads(2, main) == [[2.0 * (step + 1) for step in range(10)]] * 2
+
+
 # -- refusals ------------------------------------------------------------------------------------------------------
 
 

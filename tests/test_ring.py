@@ -67,8 +67,9 @@ def test_equals_the_fixed_order_bitwise_on_every_rank(
         patch.setattr(ring, "PIECE_BYTES", piece)
         results = over_threads(world, lambda transport: summed(transport, given_parts[transport.rank]))
     expected = folded(given_parts)
-    for tensor, _ in results:
+    for tensor, collective in results:
         assert torch.equal(tensor, expected)
+        assert collective.transport.hub.unmatched == 0
 
 
 @given(world=worlds, size=st.integers(0, 200), dtype=dtypes)

@@ -7,7 +7,8 @@ operations end at that moment:
     rank 0   isend(x) ──► [x]          queued: holds a reference, does not block
     rank 1                [x] ──► irecv(b)          b.copy_(x), both are done
 
-This is law 3's rule to the letter: a send is posted when reached, and completes once its receive is posted.
+This is law 3's rule to the letter: a send is posted when reached, and completes once its receive is posted. On a GPU
+the copy is queued behind what both threads' streams had queued when they posted, and `wait` queues behind the copy.
 """
 
 from __future__ import annotations
@@ -63,6 +64,11 @@ class ThreadHub:
                 if edge not in self._queues:
                     self._queues[edge] = _Queues(edge, self, self._condition())
 
+    @property
+    def unmatched(self) -> int:
+        """Sends without a receive and receives without a send; 0 between two steps."""
+        return sum(queues.length for queues in self._queues.values())
+
     def queues(self, edge: Edge) -> _Queues:
         return self._queues[edge]
 
@@ -92,13 +98,14 @@ class ThreadHub:
 class _Operation:
     """A send or a receive: a Work."""
 
-    __slots__ = ("_peer", "_queues", "done", "error", "kind", "tensor")
+    __slots__ = ("_peer", "_queues", "done", "error", "kind", "mark", "tensor")
 
     def __init__(self, kind: str, tensor: Tensor, queues: _Queues, peer: int) -> None:
         self.kind = kind
         self.tensor: Tensor | None = tensor
         self.done = False
         self.error: str | None = None
+        self.mark = _mark(tensor)
         self._queues = queues
         self._peer = peer
 
@@ -111,6 +118,7 @@ class _Operation:
                 )
         if self.error:
             raise RuntimeError(self.error)
+        _after(self.mark)
 
 
 class _Queues:
@@ -121,6 +129,10 @@ class _Queues:
         self.hub = hub
         self.condition = condition
         self._waiting: dict[str, deque[_Operation]] = {"send": deque(), "receive": deque()}
+
+    @property
+    def length(self) -> int:
+        return sum(map(len, self._waiting.values()))
 
     def post(self, kind: str, tensor: Tensor) -> Work:
         """Queue a send or a receive, or complete it together with the oldest of the other kind."""
@@ -150,10 +162,24 @@ def _complete(send: _Operation, receive: _Operation, edge: Edge) -> None:
             f"rank {edge.dst} receives {target.numel()} x {target.dtype}"
         )
     else:
+        _after(send.mark, receive.mark)
         target.view(-1).copy_(source.view(-1))
+        send.mark = receive.mark = _mark(target)
     for operation in (send, receive):
         operation.tensor = None
         operation.done = True
+
+
+def _mark(tensor: Tensor) -> torch.cuda.Event | None:
+    """What the calling thread's stream has queued so far; None for a tensor on the CPU."""
+    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+
+def _after(*marks: torch.cuda.Event | None) -> None:
+    """Queue what follows in the calling thread's stream behind `marks`."""
+    for mark in marks:
+        if mark is not None:
+            torch.cuda.current_stream(mark.device).wait_event(mark)
 
 
 class _Group:
@@ -174,6 +200,7 @@ class _Group:
             self._calls[rank] += 1
             current = self._rounds.setdefault(number, _Round())
             current.parts[rank] = tensor.detach().clone()
+            current.marks[rank] = _mark(tensor)
             if len(current.parts) == len(self.members):
                 del self._rounds[number]
                 current.finish(self.members, self.name)
@@ -183,7 +210,9 @@ class _Group:
 
 class _Round:
     def __init__(self) -> None:
-        self.parts: dict[int, Tensor] = {}
+        self.parts: dict[int, Tensor] = {}  # kept until every member has its sum: other streams read them
+        self.marks: dict[int, torch.cuda.Event | None] = {}
+        self.mark: torch.cuda.Event | None = None
         self.total: Tensor | None = None
         self.error: str | None = None
 
@@ -193,10 +222,12 @@ class _Round:
         if len(set(shapes.values())) > 1:
             self.error = f"{name}: the members pass different tensors: {shapes}"
             return
-        self.total = self.parts[members[0]]
+        _after(*self.marks.values())
+        total = self.parts[members[0]]
         for rank in members[1:]:
-            self.total.add_(self.parts[rank])
-        self.parts.clear()
+            total.add_(self.parts[rank])
+        self.mark = _mark(total)
+        self.total = total
 
 
 class _Sum:
@@ -214,6 +245,7 @@ class _Sum:
             raise RuntimeError(current.error)
         if not self._copied:
             assert current.total is not None
+            _after(current.mark)
             self._tensor.detach().copy_(current.total)
             self._copied = True
 
@@ -243,27 +275,27 @@ class ThreadTransport:
     def __init__(self, hub: ThreadHub, rank: int) -> None:
         self.rank = rank
         self.world = hub.world
-        self._hub = hub
+        self.hub = hub
         self._channels: dict[Edge, _ThreadChannel] = {}
 
     def open(self, edges: Sequence[Edge]) -> None:
-        self._hub.open(self.rank, edges)
+        self.hub.open(self.rank, edges)
         for edge in edges:
             if self.rank in (edge.src, edge.dst):
-                self._channels[edge] = _ThreadChannel(edge, self._hub.queues(edge))
+                self._channels[edge] = _ThreadChannel(edge, self.hub.queues(edge))
 
     def channel(self, edge: Edge) -> Channel:
         return self._channels[edge]
 
     def open_group(self, members: Sequence[int], label: str) -> None:
-        self._hub.group(tuple(members), label)
+        self.hub.group(tuple(members), label)
 
     def all_reduce(self, tensor: Tensor, members: Sequence[int], label: str) -> Work:
-        return self._hub.group(tuple(members), label).join(self.rank, tensor)
+        return self.hub.group(tuple(members), label).join(self.rank, tensor)
 
     def close(self) -> None:
         self._channels.clear()
 
     def abort(self) -> None:
         """One rank's end is the end of the run: every rank's waits raise PeerLost."""
-        self._hub.abort()
+        self.hub.abort()
