@@ -1,0 +1,138 @@
+"""The account: where every nanosecond of a rank's step went, under exactly one name.
+
+Each moment of a rank's window belongs to the first of these that matches:
+
+    compute     inside F, B, I, W
+    optimizer   clip, step, zeroing (STEP)
+    data        a batch awaited
+    reduce      something awaited from other replicas: a stage's reduction, or what they counted
+    fill        a message awaited before the step's first compute
+    drain       nothing to compute any more; also the other ranks' norms awaited
+    stall       another message awaited that its sender had not issued yet
+    transfer    the same after it was issued
+    other       the rest: interpreter, launch
+
+so the nine add up to the window exactly, in integer nanoseconds, whatever the spans look like.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
+from engine.report.messages import MESSAGE_WAITS, sends_of
+
+Ints = npt.NDArray[np.int64]
+
+NAMES = ("compute", "fill", "stall", "transfer", "reduce", "optimizer", "data", "drain", "other")
+_ORDER = ("compute", "optimizer", "data", "reduce", "fill", "drain", "stall", "transfer", "other")
+_COLUMN = np.array([NAMES.index(name) for name in _ORDER])
+_COMPUTE, _OPTIMIZER, _DATA, _REDUCE, _FILL, _DRAIN, _STALL, _TRANSFER, _OTHER = range(len(_ORDER))
+_CLASS_OF: dict[Kind, int] = dict.fromkeys(COMPUTE_KINDS, _COMPUTE) | {
+    Kind.STEP: _OPTIMIZER,
+    Kind.WAIT_DATA: _DATA,
+    Kind.WAIT_REDUCE: _REDUCE,
+    Kind.WAIT_COUNT: _REDUCE,
+    Kind.WAIT_NORM: _DRAIN,
+}
+_NONE = -1  # spans that have no class by their kind: messages, and reductions in the background
+_CLASS = np.full(max(Kind) + 1, _NONE)
+for _kind, _class in _CLASS_OF.items():
+    _CLASS[_kind] = _class
+
+
+@dataclass(frozen=True, eq=False)
+class Account:
+    """`table`: int64 nanoseconds [ranks, 9], columns as in NAMES; each row adds up to the rank's window.
+
+    `edges`: int64 nanoseconds [stages]; what was waited for messages under way on the edge between stages s and s+1,
+    both ways, on all ranks together.
+    """
+
+    table: Ints
+    edges: Ints
+
+
+class _Pieces(NamedTuple):
+    """Stretches of time on a rank, each with the class that it claims: parallel arrays."""
+
+    rank: Ints
+    kind: Ints  # an index into _ORDER
+    start: Ints
+    end: Ints
+
+
+def account(timeline: Timeline, ranks: int, stages: int) -> Account:
+    """The account of one measured step. `ranks` is P; the timeline holds the ranks of all replicas."""
+    windows = timeline.windows.astype(np.int64)
+    begin, finish = windows[:, 0], np.maximum(windows[:, 0], windows[:, 1])
+    rank = timeline.rank.astype(np.int64)
+    start = np.clip(timeline.start, begin[rank], finish[rank])
+    end = np.maximum(start, np.clip(timeline.end, begin[rank], finish[rank]))
+    named = _CLASS[timeline.kind]
+    first, last = _compute_range(rank[named == _COMPUTE], start[named == _COMPUTE], end[named == _COMPUTE], windows)
+
+    classed = named != _NONE
+    by_kind = _Pieces(rank[classed], named[classed], start[classed], end[classed])
+    waits = np.flatnonzero(np.isin(timeline.kind, MESSAGE_WAITS))
+    send = sends_of(timeline, ranks, MESSAGE_WAITS)[waits]
+    issued = np.where(send >= 0, timeline.start[send], end[waits])  # no send was seen: not issued while it waited
+    by_message = _split(rank[waits], start[waits], end[waits], issued, first)
+    everyone = np.arange(timeline.ranks)
+    drains = _Pieces(everyone, np.full(timeline.ranks, _DRAIN), last, finish)
+    table = _sweep([by_kind, *by_message, drains], begin, finish)
+    return Account(table[:, np.argsort(_COLUMN)], _by_edge(timeline, waits, by_message[-1], last, stages))
+
+
+def _compute_range(rank: Ints, start: Ints, end: Ints, windows: Ints) -> tuple[Ints, Ints]:
+    """When each rank's first compute begins and its last one ends. Without any, all of its window comes after."""
+    some = end > start
+    first, last = np.full(len(windows), np.iinfo(np.int64).max), np.full(len(windows), np.iinfo(np.int64).min)
+    np.minimum.at(first, rank[some], start[some])
+    np.maximum.at(last, rank[some], end[some])
+    idle = first > last
+    return np.where(idle, windows[:, 0], first), np.where(idle, windows[:, 0], last)
+
+
+def _split(rank: Ints, start: Ints, end: Ints, issued: Ints, first: Ints) -> list[_Pieces]:
+    """Waits for messages in three: before the rank's first compute; until the message was issued; after that."""
+    filled = np.clip(first[rank], start, end)
+    sent = np.clip(issued, filled, end)
+    bounds = (start, filled, sent, end)
+    kinds = (_FILL, _STALL, _TRANSFER)
+    return [_Pieces(rank, np.full(len(rank), k), a, b) for k, a, b in zip(kinds, bounds, bounds[1:], strict=False)]
+
+
+def _sweep(pieces: list[_Pieces], begin: Ints, finish: Ints) -> Ints:
+    """Cut all windows, laid end to end, at every start and end; give each bit to the first class that covers it.
+
+    Returns [ranks, classes] in _ORDER.
+    """
+    rank, kind, start, end = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    lengths = finish - begin
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    shift = (offsets[:-1] - begin)[rank]
+    cuts, at = np.unique(np.concatenate([start + shift, end + shift, offsets]), return_inverse=True)
+    cover = np.zeros((len(_ORDER), len(cuts)), dtype=np.int64)
+    np.add.at(cover, (kind, at[: len(rank)]), 1)
+    np.add.at(cover, (kind, at[len(rank) : 2 * len(rank)]), -1)
+    covered = np.cumsum(cover, axis=1)[:, :-1] > 0
+    covered[_OTHER] = True
+    owner = np.searchsorted(offsets, cuts[:-1], side="right") - 1
+    table = np.zeros((len(begin), len(_ORDER)), dtype=np.int64)
+    np.add.at(table, (owner, covered.argmax(axis=0)), np.diff(cuts))
+    return table
+
+
+def _by_edge(timeline: Timeline, waits: Ints, transfers: _Pieces, last: Ints, stages: int) -> Ints:
+    """Transfer by the edge that the message crossed, where the rank still had something to compute."""
+    edge = np.where(timeline.kind[waits] == Kind.WAIT_F, timeline.stage[waits] - 1, timeline.stage[waits])
+    lasted = np.maximum(0, np.minimum(transfers.end, last[transfers.rank]) - transfers.start)
+    known = (edge >= 0) & (edge < stages)
+    edges = np.zeros(stages, dtype=np.int64)
+    np.add.at(edges, edge[known], lasted[known])
+    return edges

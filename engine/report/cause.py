@@ -1,0 +1,176 @@
+"""One sentence on a run: the largest cause of its bubble, and what to try.
+
+Causes are compared in seconds of a step, so that removing one saves about what it is said to cost:
+
+    schedule    ideal step x ideal bubble           imbalance   predicted step - ideal step
+    transfer, reduce, data, optimizer, other        the mean over ranks of what the account has under that name
+    jitter      what of the measured step is left: waits that no mean cost explains
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from engine.job import Job
+from engine.plan.schedules import build
+from engine.plan.simulate import Costs, figures, simulate
+from engine.report.bubble import NAMES
+from engine.report.measure import Bubbles, Floats, repeated
+from engine.report.tables import milliseconds, percent
+
+NEGLIGIBLE = 0.02  # of the step
+SLOW = 1.25  # times the mean of the other stages
+WORTH_TRYING = 0.9  # a schedule's ideal bubble relative to the present one, at most
+
+
+def diagnose(job: Job, bubbles: Bubbles) -> str:
+    """The sentence. It names a slow stage even where something else weighs more."""
+    losses = causes(bubbles)
+    step = float(bubbles.seconds.sum(axis=1).mean())
+    name = max(losses, key=lambda cause: losses[cause])
+    slow = _slow_stage(bubbles)
+    if not step or losses[name] < NEGLIGIBLE * step:
+        said = f"Nothing stands out: the ranks computed {percent(1 - bubbles.measured)} of the time"
+    else:
+        said = _SENTENCES[name](job, bubbles, f"{percent(losses[name] / step)} of the step")
+    if slow is not None and name != "imbalance":
+        said += f"; besides, {slow}"
+    return said + "."
+
+
+def causes(bubbles: Bubbles) -> dict[str, float]:
+    """Seconds of a step by cause; of equal ones the first is named."""
+    mean = dict(zip(NAMES, bubbles.seconds.mean(axis=0).tolist(), strict=True))
+    losses = {name: mean[name] for name in ("transfer", "reduce", "data", "optimizer", "other")}
+    ideal, predicted, bubble = bubbles.ideal_step, bubbles.predicted_step, bubbles.ideal
+    if ideal is None or predicted is None or bubble is None:
+        return losses | {"jitter": mean["fill"] + mean["stall"] + mean["drain"]}
+    left = float(bubbles.seconds.sum(axis=1).mean()) - predicted - sum(losses.values())
+    return {"imbalance": predicted - ideal, "schedule": ideal * bubble} | losses | {"jitter": max(0.0, left)}
+
+
+def _slow_stage(bubbles: Bubbles) -> str | None:
+    """The slowest stage in words, where it stands out."""
+    costs = bubbles.stage_costs
+    if costs is None or len(costs) < 2:
+        return None
+    slowest = int(costs.argmax())
+    others = float(np.delete(costs, slowest).mean())
+    if costs[slowest] < SLOW * others:
+        return None
+    return (
+        f"stage {slowest} takes {costs[slowest] / others if others else np.inf:.1f} times as long as the mean of the "
+        f"other stages ({milliseconds(costs[slowest])} against {milliseconds(others)} per micro-batch)"
+    )
+
+
+def _imbalance(job: Job, bubbles: Bubbles, share: str) -> str:
+    assert bubbles.stage_costs is not None
+    slowest = int(bubbles.stage_costs.argmax())
+    slow = _slow_stage(bubbles) or f"stage {slowest} is the slowest, at {milliseconds(bubbles.stage_costs[slowest])}"
+    return (
+        f"The stages are unequal, which costs {share}: {slow}; move layers away from it "
+        f"(partition=manual partition.split=[...]), the ideal bubble is {percent(bubbles.ideal)}"
+    )
+
+
+def _schedule(job: Job, bubbles: Bubbles, share: str) -> str:
+    assert bubbles.ideal is not None and bubbles.costs is not None
+    said = f"The schedule's own bubble costs {share}"
+    pipeline, now = job.settings.pipeline, bubbles.ideal
+    own = job.settings.schedule["name"]
+    more = 2 * pipeline.microbatches
+    tries = ((own, more), ("1f1b", pipeline.microbatches), ("1f1b", more))
+    for name, microbatches in tries:
+        then = _ideal(job, bubbles.costs, name, microbatches)
+        if then is not None and then <= WORTH_TRYING * now:
+            with_what = f"{microbatches} micro-batches" if microbatches != pipeline.microbatches else ""
+            if name != own:
+                with_what = f"schedule={name}" + (f" and {with_what}" if with_what else "")
+            falls = f"the ideal bubble falls from {percent(now)} to {percent(then)}"
+            return f"{said}: with {with_what} {falls}{_room(job, microbatches)}"
+    return f"{said}, and more micro-batches or another schedule of this engine hardly change that"
+
+
+def _ideal(job: Job, costs: Floats, name: str, microbatches: int) -> float | None:
+    """The ideal bubble under another schedule or number of micro-batches; None where it is not defined."""
+    options = job.settings.schedule_options if name == job.settings.schedule["name"] else {}
+    try:
+        program = build(name, job.ranks, microbatches, options)
+    except ValueError:
+        return None
+    if program.stages != job.placement.stages:
+        return None
+    program = repeated(program, job.settings.train.accumulate)
+    mean = costs.mean(axis=(1, 2))
+    shape = (len(mean), program.stages, program.microbatches)
+    timeline = simulate(program, Costs(np.broadcast_to(mean[:, None, None], shape), np.zeros(program.stages)))
+    return figures(program, timeline).bubble_fraction
+
+
+def _room(job: Job, microbatches: int) -> str:
+    """What else it takes, where the batch is too small for so many micro-batches."""
+    needed = microbatches * job.replicas * job.settings.train.accumulate
+    return (
+        f" (it needs train.global_batch_size={needed} or more)" if needed > job.settings.train.global_batch_size else ""
+    )
+
+
+def _transfer(job: Job, bubbles: Bubbles, share: str) -> str:
+    edge = int(bubbles.edges.argmax())
+    return (
+        f"Messages under way cost {share}, most on the edge between stages {edge} and {edge + 1} "
+        f"({milliseconds(bubbles.edges[edge])} per step, all ranks together); cut where less data crosses, "
+        "or use fewer, larger micro-batches"
+    )
+
+
+def _reduce(job: Job, bubbles: Bubbles, share: str) -> str:
+    return (
+        f"Waiting for other replicas (allreduce={job.settings.allreduce.name}) costs {share}; reduce less often with "
+        f"train.accumulate={2 * job.settings.train.accumulate}, or try another allreduce"
+    )
+
+
+def _data(job: Job, bubbles: Bubbles, share: str) -> str:
+    now = job.settings.data.get("workers", 0) or 0
+    return f"Waiting for data costs {share}; load ahead with data.workers={now + 2}"
+
+
+def _optimizer(job: Job, bubbles: Bubbles, share: str) -> str:
+    column = bubbles.seconds[:, NAMES.index("optimizer")]
+    return (
+        f"The optimizer costs {share}, most on rank {int(column.argmax())} ({milliseconds(float(column.max()))}); "
+        f"update less often with train.accumulate={2 * job.settings.train.accumulate}, "
+        "or spread the parameters more evenly"
+    )
+
+
+def _other(job: Job, bubbles: Bubbles, share: str) -> str:
+    column = bubbles.seconds[:, NAMES.index("other")]
+    return (
+        f"The interpreter between actions costs {share}, most on rank {int(column.argmax())} "
+        f"({milliseconds(float(column.max()))}); give each action more to do: fewer, larger micro-batches"
+    )
+
+
+def _jitter(job: Job, bubbles: Bubbles, share: str) -> str:
+    return (
+        f"Waits that the mean cost of each action does not explain cost {share}; durations vary, or ranks compete for "
+        "cores: try fewer ranks, or threads_per_worker=1"
+    )
+
+
+_SENTENCES: Mapping[str, Any] = {
+    "imbalance": _imbalance,
+    "schedule": _schedule,
+    "transfer": _transfer,
+    "reduce": _reduce,
+    "data": _data,
+    "optimizer": _optimizer,
+    "other": _other,
+    "jitter": _jitter,
+}

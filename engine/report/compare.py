@@ -1,0 +1,96 @@
+"""The table of a sweep: one row per job, those that failed too, so that none is hidden.
+
+A job leaves its figures in the summary.json of its folder on every exit path. The table is made from these files
+alone, so it can be renewed after each job and made again later.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.report.files import write_json, write_text
+from engine.report.tables import percent, table
+
+Row = Mapping[str, Any]
+
+_UNREADABLE = {"status": "failed", "error": "left no readable summary.json"}
+
+
+def write_comparison(sweep_dir: Path | str, rows: Sequence[Row] | None = None) -> str:
+    """Write comparison.txt and comparison.json into the folder of a sweep; returns the table.
+
+    A row is a job's summary, with its folder's name as `job` and its overrides as `overrides`. Without `rows` they
+    are read from the job folders.
+    """
+    folder = Path(sweep_dir)
+    rows = read_rows(folder) if rows is None else rows
+    text = comparison(rows)
+    write_json(folder / "comparison.json", list(rows))
+    write_text(folder / "comparison.txt", text + "\n")
+    return text
+
+
+def read_rows(sweep_dir: Path) -> list[Row]:
+    """A row for every job folder below `sweep_dir`, by number where folders are numbered."""
+    folders = [path for path in sweep_dir.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    return [_read(folder) for folder in sorted(folders, key=_by_number)]
+
+
+def _by_number(folder: Path) -> tuple[int, int, str]:
+    name = folder.name
+    return (0, int(name), name) if name.isdecimal() else (1, 0, name)
+
+
+def _read(folder: Path) -> Row:
+    try:
+        summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    except (OSError, ValueError):
+        summary = _UNREADABLE
+    return {"job": folder.name, "overrides": _overrides(folder)} | summary
+
+
+def _overrides(folder: Path) -> list[str]:
+    """What the job was given on the command line: a YAML list of plain or quoted words."""
+    try:
+        lines = (folder / ".hydra" / "overrides.yaml").read_text().splitlines()
+    except OSError:
+        return []
+    return [line[2:].strip("'\"") for line in lines if line.startswith("- ")]
+
+
+def comparison(rows: Sequence[Row]) -> str:
+    """The table as text. Overrides that all jobs share are left out of it."""
+    given = [list(row.get("overrides", [])) for row in rows]
+    shared = set.intersection(*map(set, given)) if len(given) > 1 else set()
+    head = [
+        "job", "schedule", "ranks", "micro-batches", "replicas", "step ms", "samples/s", "ideal", "predicted",
+        "measured", "peak in flight", "loss", "status", "overrides",
+    ]  # fmt: skip
+    lines = [_line(row, [word for word in own if word not in shared]) for row, own in zip(rows, given, strict=True)]
+    failures = [f"job {row.get('job', '?')}: {_first_line(row['error'])}" for row in rows if row.get("error")]
+    return "\n".join([table([head, *lines]), *([""] if failures else []), *failures])
+
+
+def _line(row: Row, overrides: Sequence[str]) -> list[str]:
+    bubble = row.get("bubble") or {}
+    seconds = (row.get("step_time") or {}).get("median")
+    figures = [
+        "-" if seconds is None else f"{seconds * 1e3:.1f}",
+        _figure(row.get("samples_per_second"), ".1f"),
+        *(percent(bubble.get(name)) for name in ("ideal", "predicted", "measured")),
+        " ".join(map(str, row.get("peak_in_flight") or [])) or "-",
+        _figure((row.get("loss") or {}).get("last"), ".4g"),
+    ]
+    names = [str(row.get(key, "-")) for key in ("job", "schedule", "ranks", "microbatches", "replicas")]
+    return [*names, *figures, str(row.get("status", "unknown")), " ".join(overrides)]
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _first_line(error: str) -> str:
+    return error.strip().splitlines()[0] if error.strip() else "no message"

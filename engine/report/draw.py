@@ -1,0 +1,159 @@
+"""A timeline as a picture: a row per rank, a block per action, idle time left blank.
+
+Several timelines stand below each other on one time axis, so that predicted and measured can be compared by eye.
+Colours are Okabe and Ito's ("Color Universal Design", 2008), which stay apart for colour-blind readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageDraw, ImageFont
+
+from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
+
+Colour = tuple[int, int, int]
+
+WIDTH = 1400  # pixels
+_MARGIN = 16
+_LABELS = 120  # left of the rows
+_TITLE, _AXIS, _LEGEND = 34, 40, 34  # heights
+_LEAST_ROW, _MOST_ROW, _ROWS = 6, 30, 640  # a row's height, and what all rows of a panel may take together
+_INK, _QUIET, _GRID, _IDLE, _PAPER = (30, 30, 30), (110, 110, 110), (222, 222, 222), (246, 246, 246), (255, 255, 255)
+_COLOURS: dict[Kind, Colour] = {
+    Kind.F: (86, 180, 233),  # sky blue
+    Kind.B: (230, 159, 0),  # orange
+    Kind.I: (230, 159, 0),
+    Kind.W: (0, 158, 115),  # bluish green
+    Kind.STEP: (204, 121, 167),  # reddish purple
+    Kind.REDUCE: (213, 94, 0),  # vermillion
+    Kind.WAIT_DATA: (240, 228, 66),  # yellow
+}
+_WORDS = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input-gradient half",
+    Kind.W: "weight-gradient half",
+    Kind.STEP: "optimizer step",
+    Kind.REDUCE: "replica reduction (behind)",
+    Kind.WAIT_DATA: "waiting for data",
+}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A titled timeline. `unit`: seconds per unit of its times: 1e-9 for measured ones. `ranks` is P."""
+
+    title: str
+    timeline: Timeline
+    unit: float
+    ranks: int
+
+
+def draw(panels: Sequence[Panel], width: int = WIDTH) -> Image.Image:
+    """One picture, the panels below each other on a common axis in ms that begins at each one's first action."""
+    span = max((_extent(panel)[1] for panel in panels), default=0.0) or 1e-3
+    heights = [_TITLE + _row_height(panel.timeline.ranks) * panel.timeline.ranks + _AXIS for panel in panels]
+    image = Image.new("RGB", (width, _MARGIN + sum(heights) + _LEGEND), _PAPER)
+    pen = ImageDraw.Draw(image)
+    top = _MARGIN
+    for panel, height in zip(panels, heights, strict=True):
+        _Canvas(pen, top, width - _MARGIN, span).draw(panel)
+        top += height
+    _legend(pen, top, {Kind(kind) for panel in panels for kind in np.unique(panel.timeline.kind).tolist()})
+    return image
+
+
+def _extent(panel: Panel) -> tuple[Any, float]:
+    """The moment at which the axis begins, and how many seconds of the panel come after it."""
+    timeline = panel.timeline
+    shown = np.isin(timeline.kind, COMPUTE_KINDS)
+    begin = timeline.start[shown].min() if shown.any() else timeline.windows.min()
+    end = max(timeline.windows[:, 1].max(), timeline.end.max(initial=begin))
+    return begin, float(end - begin) * panel.unit
+
+
+def _row_height(rows: int) -> int:
+    return min(_MOST_ROW, max(_LEAST_ROW, _ROWS // max(1, rows)))
+
+
+def _font(size: float) -> Any:
+    return ImageFont.load_default(size)
+
+
+class _Canvas:
+    """Where one panel is drawn: rows from `top`, seconds 0..`span` between the labels and `right`."""
+
+    def __init__(self, pen: ImageDraw.ImageDraw, top: int, right: int, span: float) -> None:
+        self.pen, self.top, self.left, self.right, self.span = pen, top, _MARGIN + _LABELS, right, span
+
+    def x(self, seconds: npt.NDArray[np.float64] | float) -> Any:
+        return self.left + np.asarray(seconds) / self.span * (self.right - self.left)
+
+    def draw(self, panel: Panel) -> None:
+        timeline, rows = panel.timeline, self.top + _TITLE
+        height = _row_height(timeline.ranks)
+        bottom = rows + height * timeline.ranks
+        self.pen.text((_MARGIN, self.top + _TITLE / 2), panel.title, _INK, _font(16), anchor="lm")
+        self._axis(rows, bottom)
+        for rank in range(timeline.ranks):
+            self._label(panel, rank, rows + rank * height, height)
+        begin, _ = _extent(panel)
+        left, right = (self.x((t - begin) * panel.unit) for t in (timeline.start, timeline.end))
+        self._blocks(timeline, left, right, rows, height)
+
+    def _axis(self, rows: int, bottom: int) -> None:
+        self.pen.rectangle((self.left, rows, self.right, bottom), _IDLE)
+        step = _round_step(self.span * 1e3 / 12)
+        for tick in np.arange(0, self.span * 1e3 * (1 + 1e-9), step).tolist():
+            at = float(self.x(tick / 1e3))
+            self.pen.line((at, rows, at, bottom + 4), _GRID)
+            self.pen.text((at, bottom + 7), f"{tick:g}", _QUIET, _font(11), anchor="ma")
+        self.pen.text((self.left - 10, bottom + 7), "ms", _QUIET, _font(11), anchor="ra")
+
+    def _label(self, panel: Panel, rank: int, top: int, height: int) -> None:
+        if height < 10 and rank % -(-10 // height):
+            return
+        replica, own = divmod(rank, panel.ranks)
+        text = f"rank {own}" if panel.timeline.ranks == panel.ranks else f"replica {replica}  rank {own}"
+        self.pen.text((self.left - 10, top + height / 2), text, _INK, _font(min(12, height)), anchor="rm")
+
+    def _blocks(self, timeline: Timeline, left: Any, right: Any, rows: int, height: int) -> None:
+        """Blocks of at least a pixel; a reduction runs behind the others and gets a strip at the bottom of its row."""
+        font = _font(min(12, height * 0.55))
+        columns = (timeline.rank, timeline.kind, timeline.microbatch, left, right)
+        gap = 1 if height >= 12 else 0
+        for rank, number, microbatch, a, b in zip(*(column.tolist() for column in columns), strict=True):
+            colour = _COLOURS.get(Kind(number))
+            if colour is None or b < self.left or a > self.right:
+                continue
+            top, bottom = rows + rank * height + gap, rows + (rank + 1) * height - 1 - gap
+            if number == Kind.REDUCE:
+                top = bottom - max(1, height // 7)
+            a, b = round(max(a, self.left)), round(min(b, self.right))
+            between = 2 if b - a > 4 else 1  # a line of paper between neighbours of one colour
+            self.pen.rectangle((a, top, max(a, b - between), bottom), colour)
+            if number in COMPUTE_KINDS and height >= 14:
+                text = str(microbatch)
+                if self.pen.textlength(text, font) + 4 < b - a:
+                    self.pen.text(((a + b) / 2, (top + bottom) / 2), text, _INK, font, anchor="mm")
+
+
+def _round_step(least: float) -> float:
+    """The smallest of 1, 2, 5 x 10^k that is not below `least`."""
+    power = 10.0 ** np.floor(np.log10(least))
+    return float(next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9)))
+
+
+def _legend(pen: ImageDraw.ImageDraw, top: int, kinds: set[Kind]) -> None:
+    x, y = _MARGIN + _LABELS, top + _LEGEND // 2 - 4
+    for kind in [kind for kind in _COLOURS if kind in kinds]:
+        pen.rectangle((x, y - 6, x + 14, y + 6), _COLOURS[kind])
+        pen.text((x + 20, y), _WORDS[kind], _INK, _font(12), anchor="lm")
+        x += 36 + round(pen.textlength(_WORDS[kind], _font(12)))
+    pen.rectangle((x, y - 6, x + 14, y + 6), _IDLE, _GRID)
+    pen.text((x + 20, y), "bubble", _INK, _font(12), anchor="lm")

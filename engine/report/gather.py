@@ -1,0 +1,154 @@
+"""From the records of single ranks to what a whole step, or a whole evaluation, was.
+
+Averages are over what was counted, never over processes: a loss is known to one rank per replica, so the global loss
+is the sum of loss sums over the sum of counts, and a step's time is the mean over the ranks' windows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.job import Job
+from engine.plan.timeline import Timeline
+from engine.records import SPAN_COLUMNS, Record
+
+Meta = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that every rank has finished. `loss` is None where nothing was scored; times in seconds.
+
+    Lists of length P: peaks are the largest over the replicas, bytes their sum.
+    """
+
+    index: int
+    samples: int
+    loss: float | None
+    lr: float | None
+    grad_norm: float | None
+    seconds: float
+    peak_in_flight: list[int]
+    peak_activation_bytes: list[int]
+    bytes_sent_between_stages: list[int]
+    reduce_bytes_sent: int  # the largest over all ranks
+    timeline: Timeline | None  # None where the step was not traced
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds if self.seconds > 0 else 0.0
+
+
+class Steps:
+    """Holds the records of steps that are under way on some ranks; a rank is ahead of another by a few at most."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._pending: dict[int, dict[int, Record]] = {}
+
+    def add(self, record: Record) -> Step | None:
+        """The step that this record completes, if it does."""
+        index = record.meta["step"]
+        ranks = self._pending.setdefault(index, {})
+        ranks[record.meta["rank"]] = record
+        if len(ranks) < self._job.world:
+            return None
+        del self._pending[index]
+        return _combine(self._job, [ranks[rank] for rank in sorted(ranks)])
+
+
+def _combine(job: Job, records: Sequence[Record]) -> Step:
+    metas = [record.meta for record in records]
+
+    def by_rank(key: str) -> list[list[int]]:
+        return [[m[key] for m in metas[rank :: job.ranks]] for rank in range(job.ranks)]
+
+    windows = [m["window"] for m in metas]
+    return Step(
+        index=metas[0]["step"],
+        samples=metas[0]["samples"],
+        loss=ratio(metas, "loss_sum", "loss_count"),
+        lr=next((m["lr"] for m in metas if m["lr"] is not None), None),
+        grad_norm=_grad_norm(metas[: job.ranks]),
+        seconds=sum(end - start for start, end in windows) / len(windows) * 1e-9,
+        peak_in_flight=[max(values) for values in by_rank("peak_in_flight")],
+        peak_activation_bytes=[max(values) for values in by_rank("peak_activation_bytes")],
+        bytes_sent_between_stages=[sum(values) for values in by_rank("bytes_sent_between_stages")],
+        reduce_bytes_sent=max(m["reduce_bytes_sent"] for m in metas),
+        timeline=_timeline(records),
+    )
+
+
+def ratio(metas: Sequence[Meta], above: str, below: str) -> float | None:
+    """Sum over sum, over those that know both; None where nothing was counted."""
+    known = [m for m in metas if m[above] is not None and m[below] is not None]
+    count = sum(m[below] for m in known)
+    return float(sum(m[above] for m in known) / count) if count else None
+
+
+def _grad_norm(metas: Sequence[Meta]) -> float | None:
+    """The global norm where the run clips; else from the norms of one replica's ranks, where they tell them."""
+    told = next((m["grad_norm"] for m in metas if m["grad_norm"] is not None), None)
+    if told is not None:
+        return float(told)
+    local = [m["local_grad_norm"] for m in metas if m.get("local_grad_norm") is not None]
+    return math.hypot(*local) if len(local) == len(metas) else None
+
+
+def _timeline(records: Sequence[Record]) -> Timeline | None:
+    """The spans of all ranks; world rank is the index of the record."""
+    spans = [record.arrays["spans"].reshape(-1, SPAN_COLUMNS) for record in records]
+    if not any(map(len, spans)):
+        return None
+    kind, stage, microbatch, start, end = np.concatenate(spans).T
+    rank = np.repeat(np.arange(len(spans)), [len(rows) for rows in spans])
+    windows = np.array([record.meta["window"] for record in records], dtype=np.int64)
+    narrow = [column.astype(np.int32) for column in (rank, kind, stage, microbatch)]
+    return Timeline(narrow[0], narrow[1], narrow[2], narrow[3], start, end, windows)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`step`: optimizer steps done before it. `accuracy` is None where the model has none."""
+
+    step: int
+    samples: int
+    loss: float | None
+    accuracy: float | None
+
+    def summary(self) -> Meta:
+        return {"step": self.step, "samples": self.samples, "loss": self.loss, "accuracy": self.accuracy}
+
+    def __str__(self) -> str:
+        loss = "not scored" if self.loss is None else f"loss {self.loss:.4g}"
+        accuracy = "" if self.accuracy is None else f", accuracy {100 * self.accuracy:.1f} %"
+        return f"evaluation after {self.step} steps: {loss}{accuracy}, {self.samples} samples"
+
+
+class Evaluations:
+    """Puts together what the ranks that hold the last stage say: one per replica, one per direction with copies."""
+
+    def __init__(self, job: Job) -> None:
+        last = job.placement.stages - 1
+        self._expected = job.replicas * sum(stage == last for _, stage in job.placement.homes)
+        self._pending: dict[int, list[Meta]] = {}
+
+    def add(self, record: Record) -> Evaluation | None:
+        """The evaluation that this record completes, if it does."""
+        step = record.meta["step"]
+        metas = self._pending.setdefault(step, [])
+        metas.append(record.meta)
+        if len(metas) < self._expected:
+            return None
+        del self._pending[step]
+        return Evaluation(
+            step,
+            sum(m["samples"] for m in metas),
+            ratio(metas, "loss_sum", "loss_count"),
+            ratio(metas, "correct", "scored"),
+        )

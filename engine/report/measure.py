@@ -1,0 +1,153 @@
+"""The three bubbles of a run, from running sums over its traced steps; no step's spans are kept but the last one's.
+
+    ideal      the schedule simulated with each kind of action at its mean over all stages, free transfer
+    predicted  simulated with the mean measured cost of each action, free transfer
+    measured   from the spans: mean over ranks of 1 - compute / window
+
+ideal -> predicted is imbalance; predicted -> measured is transfer, jitter and overhead. The first traced step warms
+up caches and connections: it counts only as long as it is the only one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.job import Job
+from engine.plan.actions import COMPUTE, Op, Placement, Program
+from engine.plan.simulate import Costs, figures, simulate
+from engine.plan.timeline import COMPUTE_KINDS, Timeline
+from engine.report.bubble import NAMES, Account, account
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Bubbles:
+    """What was measured, in seconds; fractions over the total. W: world, S: stages, M: micro-batches of a step.
+
+    `seconds` [W, 9] as in `bubble.NAMES` and `per_rank` [W] are means over `steps` traced steps. `costs` [4, S, M]
+    (F, B, I, W), `ideal`, `predicted` and `simulated` are None where no step had all its micro-batches.
+    """
+
+    steps: int
+    seconds: Floats
+    per_rank: Floats
+    edges: Floats
+    costs: Floats | None = None
+    ideal: float | None = None
+    predicted: float | None = None
+    ideal_step: float | None = None
+    predicted_step: float | None = None
+    simulated: Timeline | None = None
+
+    @property
+    def measured(self) -> float:
+        return float(self.per_rank.mean())
+
+    @property
+    def stage_costs(self) -> Floats | None:
+        """All compute of one micro-batch, by stage: [S]."""
+        if self.costs is None:
+            return None
+        return np.asarray(self.costs.sum(axis=0).mean(axis=1), dtype=np.float64)
+
+
+def fractions(table: npt.NDArray[np.int64]) -> Floats:
+    """Each name's share of the rank's window: [W, 9]; 0 where a window is empty."""
+    return table / np.maximum(1, table.sum(axis=1, keepdims=True))
+
+
+class Measure:
+    """Running sums over traced steps."""
+
+    def __init__(self, job: Job) -> None:
+        self._ranks, self._world, self._replicas = job.ranks, job.world, job.replicas
+        self._passes = job.settings.train.accumulate
+        self._program = repeated(job.compute, self._passes)
+        self._microbatches = job.compute.microbatches
+        self._stages = job.placement.stages
+        self._sums = _Sums.zero(job.world, self._stages, self._microbatches)
+        self._added = 0
+        self.last: Timeline | None = None  # the last traced step
+        self.last_whole: Timeline | None = None  # the last that had all its micro-batches
+
+    def add(self, timeline: Timeline) -> Account:
+        """Take in one traced step, the spans of all ranks."""
+        found = account(timeline, self._ranks, self._stages)
+        if self._added == 1:
+            self._sums = _Sums.zero(self._world, self._stages, self._microbatches)
+        self._added += 1
+        self._sums.steps += 1
+        self._sums.table += found.table
+        self._sums.edges += found.edges
+        self._sums.bubble += 1 - fractions(found.table)[:, NAMES.index("compute")]
+        self.last = timeline
+        self._add_costs(timeline)
+        return found
+
+    def _add_costs(self, timeline: Timeline) -> None:
+        """Durations of a step in which every stage ran every micro-batch of every pass; others are left out."""
+        stages, microbatches = self._stages, self._microbatches
+        here = np.isin(timeline.kind, COMPUTE_KINDS) & (timeline.microbatch >= 0) & (timeline.microbatch < microbatches)
+        here &= (timeline.stage >= 0) & (timeline.stage < stages)
+        place = (timeline.kind[here], timeline.stage[here], timeline.microbatch[here])
+        count = np.zeros((len(COMPUTE), stages, microbatches), dtype=np.int64)
+        np.add.at(count, place, 1)
+        if (count[Op.F] == self._replicas * self._passes).all():
+            self._sums.count += count
+            np.add.at(self._sums.duration, place, timeline.end[here] - timeline.start[here])
+            self.last_whole = timeline
+
+    def result(self) -> Bubbles | None:
+        """None where no step was traced."""
+        sums = self._sums
+        if not sums.steps:
+            return None
+        means = (sums.table / sums.steps * 1e-9, sums.bubble / sums.steps, sums.edges / sums.steps * 1e-9)
+        if not sums.count.any():
+            return Bubbles(sums.steps, *means)
+        costs = sums.duration / np.maximum(1, sums.count) * 1e-9
+        equal = sums.duration.sum(axis=(1, 2)) / np.maximum(1, sums.count.sum(axis=(1, 2))) * 1e-9
+        simulated = self._simulate(costs)
+        ideal = figures(self._program, self._simulate(np.broadcast_to(equal[:, None, None], costs.shape)))
+        predicted = figures(self._program, simulated)
+        return Bubbles(
+            sums.steps, *means, costs, ideal.bubble_fraction, predicted.bubble_fraction,
+            ideal.makespan, predicted.makespan, simulated,
+        )  # fmt: skip
+
+    def _simulate(self, costs: Floats) -> Timeline:
+        return simulate(self._program, Costs(np.tile(costs, (1, 1, self._passes)), np.zeros(self._stages)))
+
+
+@dataclass
+class _Sums:
+    """Nanoseconds summed over steps, but for `bubble`: fractions."""
+
+    table: npt.NDArray[np.int64]
+    bubble: Floats
+    edges: npt.NDArray[np.int64]
+    duration: npt.NDArray[np.int64]
+    count: npt.NDArray[np.int64]
+    steps: int = field(default=0)
+
+    @classmethod
+    def zero(cls, world: int, stages: int, microbatches: int) -> _Sums:
+        def zeros(*shape: int) -> npt.NDArray[np.int64]:
+            return np.zeros(shape, dtype=np.int64)
+
+        each = (len(COMPUTE), stages, microbatches)
+        return cls(zeros(world, len(NAMES)), np.zeros(world), zeros(stages), zeros(*each), zeros(*each))
+
+
+def repeated(program: Program, passes: int) -> Program:
+    """`passes` runs of a compute-only program one after another, micro-batches counted on: what a step executes."""
+    if passes == 1:
+        return program
+    rows = tuple(np.concatenate([row + i * program.microbatches for i in range(passes)]) for row in program.rows)
+    placed = program.placement
+    placement = Placement(placed.ranks, placed.rank_of, placed.direction[: program.microbatches] * passes)
+    return Program(program.name, placement, program.microbatches * passes, rows)

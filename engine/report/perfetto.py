@@ -1,0 +1,94 @@
+"""A timeline as a Chrome trace, for Perfetto: one process per world rank, one lane per kind, arrows send -> use.
+
+All ranks are in one file on one clock. Times are microseconds with the nanoseconds behind the point, from the earliest
+moment of the step. An arrow begins at the start of the send and ends at the start of the computation that used the
+message: both are slices that exist, and the second never comes before the first.
+(Format: "Trace Event Format", the Chromium project.)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.plan.timeline import COMPUTE_KINDS, Kind, Span, Timeline
+from engine.report.files import write_text
+from engine.report.messages import sends_of
+
+Event = dict[str, Any]
+
+_LANES = ("compute", "wait", "send/receive", "reduce", "step")
+_COMPUTE, _WAIT, _MESSAGE, _REDUCE, _STEP = range(len(_LANES))
+_OTHER_LANES = {
+    Kind.REDUCE: _REDUCE,
+    Kind.STEP: _STEP,
+    **dict.fromkeys((Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B), _MESSAGE),
+}
+_USERS = (Kind.F, Kind.B, Kind.I)
+
+
+def write_trace(path: Path, timeline: Timeline, ranks: int) -> None:
+    """Write a measured timeline; `ranks` is P, timeline ranks count over replicas."""
+    events = ",\n".join(json.dumps(event, separators=(",", ":")) for event in trace_events(timeline, ranks))
+    write_text(path, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n')
+
+
+def trace_events(timeline: Timeline, ranks: int) -> list[Event]:
+    """Names first, then slices and arrow ends by time; of one moment the slice comes first, an arrow binds to it."""
+    base = int(timeline.start.min()) if len(timeline) else 0
+    spans = list(timeline)
+    timed = [*_slices(spans, base), *_arrows(timeline, spans, ranks, base)]
+    return [*_names(timeline.ranks, ranks), *sorted(timed, key=lambda event: (event["ts"], event["ph"] != "X"))]
+
+
+def _names(world: int, ranks: int) -> Iterator[Event]:
+    for pid in range(world):
+        replica, rank = divmod(pid, ranks)
+        name = f"rank {rank} (replica {replica})" if world > ranks else f"rank {rank}"
+        yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": name}}
+        yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": pid}}
+        for tid, lane in enumerate(_LANES):
+            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": lane}}
+            yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
+
+
+def _slices(spans: list[Span], base: int) -> Iterator[Event]:
+    for span in spans:
+        yield {
+            "ph": "X",
+            "pid": span.rank,
+            "tid": _lane(Kind(span.kind)),
+            "ts": _microseconds(span.start, base),
+            "dur": _microseconds(max(span.start, span.end), int(span.start)),
+            "name": _name(span),
+            "cat": _LANES[_lane(Kind(span.kind))],
+            "args": {"stage": span.stage, "microbatch": span.microbatch},
+        }
+
+
+def _arrows(timeline: Timeline, spans: list[Span], ranks: int, base: int) -> Iterator[Event]:
+    sends = sends_of(timeline, ranks, _USERS)
+    for number, user in enumerate(np.flatnonzero(sends >= 0).tolist()):
+        send, use = spans[sends[user]], spans[user]
+        common = {"id": number, "name": "message", "cat": "message"}
+        start, end = _microseconds(send.start, base), _microseconds(use.start, base)
+        yield {"ph": "s", "pid": send.rank, "tid": _MESSAGE, "ts": start, **common}
+        yield {"ph": "f", "bp": "e", "pid": use.rank, "tid": _COMPUTE, "ts": end, **common}
+
+
+def _lane(kind: Kind) -> int:
+    return _COMPUTE if kind in COMPUTE_KINDS else _OTHER_LANES.get(kind, _WAIT)
+
+
+def _name(span: Span) -> str:
+    """`2F0`, `1WAIT_B3`; without what the span does not have."""
+    stage = span.stage if span.stage >= 0 else ""
+    return f"{stage}{Kind(span.kind).name}{span.microbatch if span.microbatch >= 0 else ''}"
+
+
+def _microseconds(moment_ns: float, base: int) -> float:
+    return (int(moment_ns) - base) / 1000

@@ -1,0 +1,98 @@
+"""summary.json: the figures of a run, kept up step by step. Times in seconds, sizes in bytes, both of one step.
+
+Bytes and peaks are the largest of any step, so that a short last batch does not blur them. Step times leave out the
+first step wherever there is another one.
+"""
+
+from __future__ import annotations
+
+import statistics
+from array import array
+from typing import Any
+
+from engine.job import Job
+from engine.report.bubble import NAMES
+from engine.report.gather import Evaluation, Step
+from engine.report.measure import Bubbles
+
+
+class Totals:
+    """Running figures over completed steps; memory grows by two numbers a step."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.steps = self.samples = 0
+        self.first_loss: float | None = None
+        self.last_loss: float | None = None
+        self.last_index = 0
+        self.evaluation: Evaluation | None = None
+        self._seconds = array("d")
+        self._samples = array("q")
+        self._peaks = [0] * job.ranks
+        self._peak_bytes = [0] * job.ranks
+        self._sent = [0] * job.ranks
+        self._reduced = 0
+
+    def add(self, step: Step) -> None:
+        self.first_loss = step.loss if self.steps == 0 else self.first_loss
+        self.last_loss, self.last_index = step.loss, step.index
+        self.steps += 1
+        self.samples += step.samples
+        self._seconds.append(step.seconds)
+        self._samples.append(step.samples)
+        self._peaks = list(map(max, self._peaks, step.peak_in_flight))
+        self._peak_bytes = list(map(max, self._peak_bytes, step.peak_activation_bytes))
+        self._sent = list(map(max, self._sent, step.bytes_sent_between_stages))
+        self._reduced = max(self._reduced, step.reduce_bytes_sent)
+
+    def summary(self, status: str, error: str | None, bubbles: Bubbles | None) -> dict[str, Any]:
+        """The content of summary.json; what is not known is null."""
+        job, seconds = self._job, self._timed(self._seconds)
+        total = sum(seconds)
+        content: dict[str, Any] = {"status": status} | ({"error": error} if error else {})
+        return content | {
+            "schedule": job.compute.name,
+            "ranks": job.ranks,
+            "stages": job.placement.stages,
+            "microbatches": job.settings.pipeline.microbatches,
+            "replicas": job.replicas,
+            "steps": self.steps,
+            "samples": self.samples,
+            "loss": {"first": self.first_loss, "last": self.last_loss},
+            "step_time": {
+                "median": statistics.median(seconds) if seconds else None,
+                "min": min(seconds, default=None),
+                "max": max(seconds, default=None),
+            },
+            "samples_per_second": sum(self._timed(self._samples)) / total if total else None,
+            "bubble": _bubble(job, bubbles),
+            "peak_in_flight": self._peaks,
+            "peak_activation_bytes": self._peak_bytes,
+            "evaluation": self.evaluation.summary() if self.evaluation else None,
+            "allreduce": {
+                "name": job.settings.allreduce.name,
+                "bytes_sent_per_rank": self._reduced,
+                "exposed": float(bubbles.seconds[:, NAMES.index("reduce")].mean()) if bubbles else None,
+            },
+            "bytes_sent_between_stages": self._sent,
+        }
+
+    @staticmethod
+    def _timed(values: array[Any]) -> array[Any]:
+        return values[1:] if len(values) > 1 else values
+
+
+def _bubble(job: Job, bubbles: Bubbles | None) -> dict[str, Any]:
+    if bubbles is None:
+        return {"ideal": None, "predicted": None, "measured": None, "per_rank": []}
+    per_rank = []
+    for rank, (seconds, bubble) in enumerate(zip(bubbles.seconds.tolist(), bubbles.per_rank.tolist(), strict=True)):
+        replica, pipeline_rank = divmod(rank, job.ranks)
+        where = dict(zip(NAMES, seconds, strict=True))
+        per_rank.append({"rank": pipeline_rank, "replica": replica} | where | {"bubble": bubble})
+    return {
+        "ideal": bubbles.ideal,
+        "predicted": bubbles.predicted,
+        "measured": bubbles.measured,
+        "per_rank": per_rank,
+    }

@@ -1,0 +1,27 @@
+"""Small tables of text, for a terminal and in Markdown, and the way figures are printed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Rows = Sequence[Sequence[str]]
+
+
+def table(rows: Rows) -> str:
+    """Columns aligned to the right; the first row is the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def markdown(rows: Rows) -> str:
+    """The same as a Markdown table."""
+    head, *body = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([head, "|" + " ---: |" * len(rows[0]), *body])
+
+
+def percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.1f} %"
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,112 @@
+"""The report in words: what a run prints at its end, and report.txt / TensorBoard's text with more beside it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+from engine.job import Job
+from engine.report.bubble import NAMES
+from engine.report.cause import diagnose
+from engine.report.measure import Bubbles
+from engine.report.tables import Rows, markdown, percent, table
+
+
+def rank_rows(job: Job, bubbles: Bubbles) -> Rows:
+    """A row per rank: where its step went, in ms and percent of its window."""
+    rows = [["rank", *(["replica"] if job.replicas > 1 else []), "step ms", *NAMES]]
+    for world_rank, seconds in enumerate(bubbles.seconds.tolist()):
+        replica, rank = divmod(world_rank, job.ranks)
+        window = sum(seconds)
+        cells = [f"{s * 1e3:.1f} {100 * s / window if window else 0:3.0f}%" if s else "-" for s in seconds]
+        rows.append([str(rank), *([str(replica)] if job.replicas > 1 else []), f"{window * 1e3:.1f}", *cells])
+    return rows
+
+
+def stage_rows(job: Job, bubbles: Bubbles) -> Rows:
+    """A row per stage: its layers, and what a micro-batch costs there."""
+    assert bubbles.costs is not None
+    ends = [*job.split[1:], len(job.layers)]
+    total, kinds = bubbles.costs.sum(), [k for k in range(4) if bubbles.costs[k].any()]
+    names = ("forward", "backward", "input half", "weight half")
+    rows = [["stage", "rank", "layers", "parameters", *(f"{names[k]} ms" for k in kinds), "share of compute"]]
+    for stage, (first, end) in enumerate(zip(job.split, ends, strict=True)):
+        layers, costs = job.layers[first:end], bubbles.costs[:, stage]
+        rank = "/".join(str(way[stage]) for way in job.placement.rank_of)
+        span = layers[0].name if len(layers) == 1 else f"{layers[0].name} .. {layers[-1].name}"
+        means = [f"{costs[k].mean() * 1e3:.2f}" for k in kinds]
+        share = percent(float(costs.sum() / total))
+        rows.append([str(stage), rank, span, f"{sum(layer.parameters for layer in layers):,}", *means, share])
+    return rows
+
+
+def bubble_rows(bubbles: Bubbles) -> Rows:
+    return [
+        ["bubble", "ideal", "predicted", "measured"],
+        ["of the step", percent(bubbles.ideal), percent(bubbles.predicted), percent(bubbles.measured)],
+    ]
+
+
+def headline(summary: dict[str, Any]) -> str:
+    """The run in one line."""
+    s = summary
+    sizes = f"{s['schedule']}, {s['ranks']} ranks, {s['microbatches']} micro-batches, {s['replicas']} replicas"
+    said = f"{s['status']}: {sizes}; {s['steps']} steps, {s['samples']} samples"
+    first, last = s["loss"]["first"], s["loss"]["last"]
+    if first is not None and last is not None:
+        said += f", loss {first:.4g} -> {last:.4g}"
+    if s["samples_per_second"]:
+        said += f", {s['step_time']['median'] * 1e3:.1f} ms per step, {s['samples_per_second']:.1f} samples/s"
+    return said
+
+
+def closing(job: Job, summary: dict[str, Any], bubbles: Bubbles | None, run_dir: Path) -> str:
+    """What the terminal shows at the end of a run that has completed a step."""
+    parts = [headline(summary)]
+    if bubbles is not None:
+        parts += [
+            f"Where a step went, mean over {bubbles.steps} traced steps, ms and share:",
+            table(rank_rows(job, bubbles)),
+            table(bubble_rows(bubbles)),
+            diagnose(job, bubbles),
+        ]
+    return "\n\n".join([*parts, f"tensorboard --logdir {shlex.quote(str(run_dir))}"])
+
+
+def report(job: Job, summary: dict[str, Any], bubbles: Bubbles | None, as_markdown: bool = False) -> str:
+    """The whole report: for report.txt, or in Markdown."""
+    tabular = markdown if as_markdown else table
+    sections = [("", headline(summary))]
+    if summary["evaluation"] is not None:
+        sections.append(("Evaluation", tabular(_evaluation_rows(summary["evaluation"]))))
+    if bubbles is None:
+        sections.append(("Bubble", "No step was traced: set trace.every to 1 or more to see where the time goes."))
+    else:
+        sections += [
+            ("Bubble", tabular(bubble_rows(bubbles)) + "\n\n" + diagnose(job, bubbles)),
+            ("Ranks", f"Mean over {bubbles.steps} traced steps, ms and share.\n\n" + tabular(rank_rows(job, bubbles))),
+        ]
+        if bubbles.costs is not None:
+            sections.append(("Stages", "Mean cost of one micro-batch.\n\n" + tabular(stage_rows(job, bubbles))))
+    sections.append(("Memory and traffic of a step", tabular(_traffic_rows(summary))))
+    mark = "### " if as_markdown else ""
+    return "\n\n".join(f"{mark}{head}\n\n{body}" if head else body for head, body in sections) + "\n"
+
+
+def _evaluation_rows(evaluation: dict[str, Any]) -> Rows:
+    loss = "-" if evaluation["loss"] is None else f"{evaluation['loss']:.4g}"
+    return [
+        ["after steps", "samples", "loss", "accuracy"],
+        [str(evaluation["step"]), str(evaluation["samples"]), loss, percent(evaluation["accuracy"])],
+    ]
+
+
+def _traffic_rows(summary: dict[str, Any]) -> Rows:
+    rows = [["rank", "peak in flight", "peak activations MB", "sent to stages MB"]]
+    columns = zip(
+        summary["peak_in_flight"], summary["peak_activation_bytes"], summary["bytes_sent_between_stages"], strict=True
+    )
+    for rank, (peak, activations, sent) in enumerate(columns):
+        rows.append([str(rank), str(peak), f"{activations / 1e6:.2f}", f"{sent / 1e6:.2f}"])
+    return rows
