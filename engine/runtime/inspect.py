@@ -13,13 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 
 from engine.job import Layer, MessageSpec
 from engine.runtime.boundary import describe
+
+_LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 class _Draws(TorchDispatchMode):
@@ -72,20 +79,23 @@ class FakeModel:
             for i, (name, m) in enumerate(zip(self.names, self.modules, strict=True))
         )
 
-    def boundaries(self, sample: Any, rows: int, split: Sequence[int], training: bool) -> tuple[MessageSpec, ...]:
-        """What each stage of `split` hands on for a micro-batch of `rows` samples like `sample`.
+    def boundaries(
+        self, sample: tuple[Any, Any], rows: int, split: Sequence[int], training: bool, loss: Callable[[Any, Any], Any]
+    ) -> tuple[MessageSpec, ...]:
+        """What each stage of `split` hands on for a micro-batch of `rows` samples like `sample` = (input, target).
 
-        `sample`: the input of one item of the data set. ValueError naming the layer that cannot run.
+        ValueError naming the layer that cannot run, or the loss where it cannot take the output.
         """
         ends = {start - 1 for start in split[1:]} | {len(self.modules) - 1}
         specs = []
         with self._mode, torch.set_grad_enabled(training), self._autocast():
-            value = self._batch(sample, rows)
+            value = self._batch(sample[0], rows)
             for index, module in enumerate(self.modules):
                 module.train(training)
                 value = self._through(index, module, value, rows)
                 if index in ends:
                     specs.append(describe(value))
+            _try_loss(loss, value, self._batch(sample[1], rows))
         return tuple(specs)
 
     def _through(self, index: int, module: nn.Module, value: Any, rows: int) -> Any:
@@ -93,9 +103,8 @@ class FakeModel:
             with _Draws() as draws:
                 result = module(value)
         except Exception as error:
-            given = ", ".join(f"{list(t.shape)} {t.dtype}" for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
             raise ValueError(
-                f"layer {self.names[index]!r} fails on a micro-batch of {rows} samples (its input: {given}): "
+                f"layer {self.names[index]!r} fails on a micro-batch of {rows} samples (its input: {_shapes(value)}): "
                 f"{type(error).__name__}: {error}"
             ) from error
         if draws.seen:
@@ -112,6 +121,24 @@ class FakeModel:
             return torch.empty((rows, *leaf.shape[1:]), dtype=dtype, device=self._device)
 
         return pytree.tree_map(widen, default_collate([sample]))
+
+
+def _shapes(value: Any) -> str:
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return ", ".join(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors) or repr(value)
+
+
+def _try_loss(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> None:
+    """Whether the loss takes such an output and target. A loss that looks at values can only be tried for real."""
+    try:
+        loss(output, target)
+    except _LOOKS_AT_VALUES:
+        return
+    except Exception as error:
+        raise ValueError(
+            f"model.loss fails on the model's output ({_shapes(output)}) and the data's targets ({_shapes(target)}): "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _built(name: str, factory: Callable[[], nn.Module]) -> nn.Module:

@@ -10,7 +10,7 @@ Every mistake a user can make in model, data, split or sizes is a ValueError tha
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from engine.plan.schedules import largest_legal_microbatches
 from engine.plan.verify import verify
 from engine.runtime.build import DTYPES, autocast_of, model_layers
 from engine.runtime.inspect import FakeModel
-from engine.runtime.losses import make_loss
+from engine.runtime.losses import Loss, make_loss
 from engine.runtime.microbatch import Batches, passes, sizes
 from engine.runtime.source import dataset, pair
 from engine.settings import Settings
@@ -41,27 +41,22 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
     verify(compute)
     settings = replace(settings, model=sized_model(settings.model, compute.placement))
     _check_batch(settings)
-    _check_parts(settings)
+    loss = _check_parts(settings)
     data, held_out = dataset(settings.data, evaluation=False), dataset(settings.data, evaluation=True)
-    samples, eval_samples = _length(data, "data"), _length(held_out, "data.evaluation") if held_out is not None else 0
+    samples, eval_samples = _length(data, "data"), 0 if held_out is None else _length(held_out, "data.evaluation")
     _check_samples(settings, samples)
-    device = torch.device(settings.device)
-    autocast = autocast_of(settings.precision, device)
-    model = FakeModel(lambda: model_layers(settings.model), device, DTYPES[settings.precision], autocast)
+    device, dtype = torch.device(settings.device), DTYPES[settings.precision]
+    model = FakeModel(lambda: model_layers(settings.model), device, dtype, autocast_of(settings.precision, device))
     split = choose_split(settings, model, compute.placement.stages)
-    train_pieces = _pieces(settings, samples, settings.train.global_batch_size, training=True)
-    eval_size = settings.eval.batch_size or settings.train.global_batch_size
-    eval_pieces = _pieces(settings, eval_samples, eval_size, training=False) if eval_samples else []
-    boundaries = {}
-    for mode, pieces in (("train", train_pieces), ("eval", eval_pieces)):
-        sample = pair(data[0])[0]  # type: ignore[index]
-        for rows in sorted({rows for piece in pieces for rows in piece}):
-            boundaries[mode, rows] = model.boundaries(sample, rows, split, mode == "train")
-    reduce = settings.data_parallel.replicas > 1
-    programs = {len(p): compute_program(settings, len(p)) for p in train_pieces}
-    steps = {m: _proven(lower(program, reduce=reduce, step=True)) for m, program in programs.items()}
-    steps[0] = _idle(compute.placement, reduce)
-    forwards = {len(p): build_schedule("forward_only", settings.pipeline.ranks, len(p)) for p in eval_pieces}
+    pieces = {"train": _training_pieces(settings, samples), "eval": _evaluation_pieces(settings, eval_samples)}
+    boundaries = {
+        (mode, rows): model.boundaries(_sample(source), rows, split, mode == "train", loss)
+        for mode, source in (("train", data), ("eval", held_out))
+        for rows in sorted({rows for piece in pieces[mode] for rows in piece})
+    }
+    training = {len(piece): compute_program(settings, len(piece)) for piece in pieces["train"]}
+    forward = {len(piece): _forward_only(settings, len(piece)) for piece in pieces["eval"]}
+    reduce, again = settings.data_parallel.replicas > 1, settings.train.accumulate > 1
     return Job(
         settings=settings,
         placement=compute.placement,
@@ -70,11 +65,9 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
         train_samples=samples,
         eval_samples=eval_samples,
         compute=compute,
-        steps=steps,
-        passes={m: _proven(lower(p, reduce=False, step=False)) for m, p in programs.items()}
-        if settings.train.accumulate > 1
-        else {},
-        evaluations={m: _proven(lower(p, reduce=False, step=False)) for m, p in forwards.items()},
+        steps={0: _idle(compute.placement, reduce)} | _lowered(training, reduce=reduce, step=True),
+        passes=_lowered(training, reduce=False, step=False) if again else {},
+        evaluations=_lowered(forward, reduce=False, step=False),
         boundaries=boundaries,
         start_dir=start_dir,
         run_dir=run_dir,
@@ -123,9 +116,16 @@ def _all_forward_all_backward(configured: Program, microbatches: int) -> Program
     return Program.of(configured.name, placement, microbatches, rows)
 
 
-def _proven(program: Program) -> Program:
-    verify(program)
-    return program
+def _forward_only(settings: Settings, microbatches: int) -> Program:
+    return build_schedule("forward_only", settings.pipeline.ranks, microbatches)
+
+
+def _lowered(programs: Mapping[int, Program], reduce: bool, step: bool) -> dict[int, Program]:
+    """Each with its communication, verified."""
+    found = {m: lower(program, reduce=reduce, step=step) for m, program in programs.items()}
+    for program in found.values():
+        verify(program)
+    return found
 
 
 def _idle(placement: Placement, reduce: bool) -> Program:
@@ -193,12 +193,13 @@ def _check_batch(settings: Settings) -> None:
         )
 
 
-def _check_parts(settings: Settings) -> None:
+def _check_parts(settings: Settings) -> Loss:
     """Loss, optimizer and scheduler can be built: tried here on one parameter, so that no worker has to find out."""
-    make_loss(settings.model["loss"])
+    loss = make_loss(settings.model["loss"])
     optimizer = build(settings.optimizer, [nn.Parameter(torch.zeros(1))], where="optimizer")
     if settings.lr_scheduler and settings.lr_scheduler.get("_target_"):
         build(settings.lr_scheduler, optimizer, where="lr_scheduler")
+    return loss
 
 
 def _length(data: Any, where: str) -> int:
@@ -219,14 +220,27 @@ def _check_samples(settings: Settings, samples: int) -> None:
         )
 
 
-def _pieces(settings: Settings, samples: int, global_size: int, training: bool) -> list[list[int]]:
-    """Every list of micro-batch sizes that a pass of the run can have, each once."""
-    batches = Batches(samples, global_size, settings.data_parallel.replicas, settings.seed, shuffle=False)
-    accumulate = settings.train.accumulate if training else 1
+def _sample(data: Any) -> tuple[Any, Any]:
+    """The first item of a data set."""
+    try:
+        return pair(data[0])
+    except Exception as error:
+        raise ValueError(f"item 0 of the data set cannot be used: {type(error).__name__}: {error}") from error
 
-    def legal(m: int) -> int:
-        return compute_program(settings, m).microbatches if training else m
 
+def _training_pieces(settings: Settings, samples: int) -> list[list[int]]:
+    batches = Batches(samples, settings.train.global_batch_size, settings.data_parallel.replicas, 0, shuffle=False)
+    return _pieces(settings, batches, settings.train.accumulate, lambda m: compute_program(settings, m).microbatches)
+
+
+def _evaluation_pieces(settings: Settings, samples: int) -> list[list[int]]:
+    size = settings.eval.batch_size or settings.train.global_batch_size
+    batches = Batches(samples, size, settings.data_parallel.replicas, 0, shuffle=False)
+    return _pieces(settings, batches, 1, lambda m: m) if samples else []
+
+
+def _pieces(settings: Settings, batches: Batches, accumulate: int, legal: Callable[[int], int]) -> list[list[int]]:
+    """Every list of micro-batch sizes that a pass over these batches can have, each once."""
     found: dict[tuple[int, ...], list[int]] = {}
     for count in {batches.count(0), batches.count(batches.per_epoch - 1)}:
         for share in set(sizes(count, batches.replicas)):
