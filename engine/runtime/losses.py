@@ -281,10 +281,9 @@ def _tensor_leaves(value: Any) -> list[Tensor]:
 def _zeros(output: MessageSpec, target: Any) -> Any:
     """A stand-in for the model's output, beside the targets."""
     device = next((t.device for t in _tensor_leaves(target)), torch.device("cpu"))
-    leaves = [
-        torch.zeros(leaf.shape, dtype=getattr(torch, leaf.dtype), device=device)
-        if isinstance(leaf, TensorSpec)
-        else leaf
-        for leaf in output.leaves
-    ]
-    return pytree.tree_unflatten(leaves, output.tree)
+
+    def stand_in(leaf: Any) -> Any:
+        described = isinstance(leaf, TensorSpec)
+        return torch.zeros(leaf.shape, dtype=getattr(torch, leaf.dtype), device=device) if described else leaf
+
+    return pytree.tree_map(stand_in, output.template)
