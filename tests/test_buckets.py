@@ -249,14 +249,19 @@ def test_reducers_of_a_rank_share_a_thread_and_go_in_launch_order() -> None:
         assert all(before[1] <= after[0] for before, after in pairwise(spans))
 
 
-def test_the_thread_ends_with_its_owner() -> None:
+@pytest.mark.parametrize("closed", [False, True])
+def test_the_thread_ends_with_its_owner(closed: bool) -> None:
     before = set(threading.enumerate())
     owner = ReduceThread()
     (thread,) = set(threading.enumerate()) - before
-    owner.start(lambda: None).result(60)
-    del owner
+    done = owner.start(lambda: None)
+    if closed:
+        owner.close()
+        owner.close()
+    else:
+        del owner
     thread.join(60)
-    assert not thread.is_alive()
+    assert not thread.is_alive() and done.done()
 
 
 def test_an_error_of_the_thread_is_raised_by_wait() -> None:

@@ -1,7 +1,7 @@
 """One thread per rank that reduces gradients behind the computation.
 
 Reductions run in the order in which they were launched, one at a time: the order of messages follows from the
-program, never from timing. The thread is a daemon and ends with its owner, so nothing has to be closed.
+program, never from timing. The thread is a daemon and ends at the latest with its owner.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ class ReduceThread:
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         threading.Thread(target=_serve, args=(self._tasks,), name="reduce", daemon=True).start()
-        weakref.finalize(self, self._tasks.put, None)
+        self._end = weakref.finalize(self, self._tasks.put, None)
 
     def start(self, work: Callable[[], None]) -> Future[None]:
         """Queue `work`; its result or exception arrives in the future."""
         future: Future[None] = Future()
         self._tasks.put((work, future))
         return future
+
+    def close(self) -> None:
+        """Let the thread end behind what it was given. Does not wait for it."""
+        self._end()
 
 
 def _serve(tasks: queue.SimpleQueue[Task | None]) -> None:

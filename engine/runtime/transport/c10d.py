@@ -87,7 +87,7 @@ class C10dTransport(ABC):
         self._groups[key] = self._meet(name, members.index(self.rank), len(members), what, None)
 
     def all_reduce(self, tensor: Tensor, members: Sequence[int], label: str) -> Work:
-        """Members must pass equal sizes: the backend does not check that."""
+        """Members must pass equal sizes: gloo ends the process where they do not."""
         what = f"all-reduce {label} over ranks {list(members)}"
         if tensor.dtype not in REDUCIBLE:
             raise ValueError(f"{what}: the backend does not add {tensor.dtype}; allreduce=ring does")
@@ -122,10 +122,11 @@ class C10dTransport(ABC):
 
     def _peer_error(self, error: RuntimeError, what: str, peer: int | None) -> PeerError:
         whom = "" if peer is None else f", peer {peer}"
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        text = (str(error).splitlines() or [type(error).__name__])[0]
         if self.aborted:
             return PeerLost(f"{what}{whom}: this rank was aborted", peer)
-        if "timed out" in text.lower() or "wait timeout" in text.lower():
+        # A limit that expired here closes the group's connections; what waits on those was merely lost.
+        if ("timed out" in text or "timeout" in text) and "pair closure" not in text:
             return PeerTimeout(f"{what}{whom}: nothing for {self.timeout.total_seconds():g} s ({text})", peer)
         return PeerLost(f"{what}{whom}: {text}", peer)
 
