@@ -39,6 +39,8 @@ class Embedding(nn.Module):
         self.dropout = _dropout(dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.is_floating_point():
+            raise ValueError(f"samples of {tokens.dtype} are no tokens, which are integers: use data=text, or your own")
         length, context = tokens.shape[1], self.position.num_embeddings
         if length > context:
             raise ValueError(

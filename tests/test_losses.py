@@ -164,6 +164,11 @@ def scaled_mean(output: Tensor, target: Tensor, scale: float = 1.0) -> Tensor:
     return scale * mean(output, target)
 
 
+def ignoring(output: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, int]:
+    loss = NextTokenLoss(ignore_index)
+    return loss(output, target)
+
+
 class Masked:
     """One mean over what it counts; NaN where that is nothing."""
 
@@ -327,12 +332,16 @@ def test_sections_of_a_function_and_of_a_factory(name: str) -> None:
     torch.testing.assert_close(made(output, target), 12 * mean(output, target))
 
 
-def test_weights_are_used_in_the_outputs_precision() -> None:
-    output, target = numbers(6, 5), labels(6)
-    made = make_loss(nn.CrossEntropyLoss(weight=torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])))
-    exact = nn.CrossEntropyLoss(weight=torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5]).double())
+@pytest.mark.parametrize("own", [torch.float32, torch.float64])
+def test_weights_are_used_in_the_outputs_precision(own: torch.dtype) -> None:
+    output, target, weight = numbers(6, 5), labels(6), torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5], dtype=own)
+    made = make_loss(nn.CrossEntropyLoss(weight=weight))
     got = made(output, target) / made.count(target, None)
-    torch.testing.assert_close(got, exact(output, target), **CLOSE)
+    torch.testing.assert_close(got, nn.CrossEntropyLoss(weight=weight.double())(output, target), **CLOSE)
+    got = made(output.float(), target) / made.count(target, None)
+    torch.testing.assert_close(got, nn.CrossEntropyLoss(weight=weight.float())(output.float(), target))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert made(output.bfloat16(), target).dtype == torch.float32
 
 
 class Halved(nn.MSELoss):
@@ -367,6 +376,8 @@ def test_scored_finds_the_classes() -> None:
     square = F.one_hot(labels(2, 5), 5).float()  # [2, 5, 5]: torch's losses have the classes in dimension 1
     assert make_loss(nn.CrossEntropyLoss()).scored(square.transpose(1, 2), labels(2, 5)) == (10, 10)
     assert make_loss(NextTokenLoss()).scored(square, labels(2, 5)) == (10, 10)
+    asked = make_loss(partial(ignoring, ignore_index=0))
+    assert asked.scored(output, target) == (int((target != 0).sum()),) * 2
     assert make_loss(NextTokenLoss(ignore_index=0)).scored(output, target) == ((n := int((target != 0).sum())), n)
 
 

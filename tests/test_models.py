@@ -198,6 +198,8 @@ def test_gpt_refuses() -> None:
         gpt(width=30)
     with pytest.raises(ValueError, match=r"dropout=1.5 is not in \[0, 1\)"):
         gpt(dropout=1.5)
+    with pytest.raises(ValueError, match="no tokens, which are integers: use data=text"):
+        built(gpt(width=16))["embedding"](torch.zeros(1, 8))
     with pytest.raises(ValueError, match=r"9 tokens is longer than the model's context of 8: .*data\.context"):
         built(gpt(context=8, width=16))["embedding"](torch.zeros(1, 9, dtype=torch.long))
 

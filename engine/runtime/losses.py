@@ -134,7 +134,10 @@ def _open_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> i
 
 def _tensors(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Class weights given as a list, as the tensor that torch wants."""
-    return {k: torch.tensor(v) if k in _WEIGHTS and isinstance(v, list) else v for k, v in keywords.items()}
+    return {
+        k: torch.tensor(v, dtype=torch.float64) if k in _WEIGHTS and isinstance(v, list) else v
+        for k, v in keywords.items()
+    }
 
 
 # ---- torch's own -------------------------------------------------------------------------------------------------
@@ -180,14 +183,14 @@ class TorchLoss(Loss):
         return scored(output, target, self.ignore_index, dim=1) if self._kind in _CLASSES else None
 
     def _fit(self, output: Tensor) -> nn.Module:
-        """The module with its weights on the output's device, and in its precision where that is higher."""
+        """The module with its weights on the output's device and in its precision, float32 at least (autocast)."""
         key = (output.device, output.dtype)
         if key not in self._fitted:
             module = copy.deepcopy(self._module).to(output.device)
             for name in _WEIGHTS:
                 weight = getattr(module, name, None)
                 if weight is not None:
-                    setattr(module, name, weight.to(torch.promote_types(weight.dtype, output.dtype)))
+                    setattr(module, name, weight.to(torch.promote_types(output.dtype, torch.float32)))
             self._fitted[key] = module
         return self._fitted[key]
 
@@ -200,11 +203,11 @@ class UserLoss(Loss):
 
     def __init__(self, function: Callable[..., Any], where: str) -> None:
         self._function, self._where = function, where
-        inner = function.func if isinstance(function, partial) else function
+        inner, keywords = (function.func, function.keywords) if isinstance(function, partial) else (function, {})
         self._name = name_of(inner if hasattr(inner, "__qualname__") else type(inner))
         self._own_count: Callable[[Any], Any] | None = getattr(inner, "count", None)
         self._mean = False
-        index = getattr(inner, "ignore_index", IGNORED)
+        index = keywords.get("ignore_index", getattr(inner, "ignore_index", IGNORED))
         self.ignore_index = index if isinstance(index, int) else IGNORED
 
     def __call__(self, output: Any, target: Any) -> Tensor:
