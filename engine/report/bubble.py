@@ -49,12 +49,13 @@ for _kind, _class in _CLASS_OF.items():
 class Account:
     """`table`: int64 nanoseconds [ranks, 9], columns as in NAMES; each row adds up to the rank's window.
 
-    `edges`: int64 nanoseconds [stages]; what was waited for messages under way on the edge between stages s and s+1,
-    both ways, on all ranks together.
+    `latency`: int64 nanoseconds [stages], summed over `messages` [stages] between stages s and s+1, both ways: those
+    whose receiver waited already when they were issued, so that their whole way was seen.
     """
 
     table: Ints
-    edges: Ints
+    latency: Ints
+    messages: Ints
 
 
 class _Pieces(NamedTuple):
@@ -85,7 +86,7 @@ def account(timeline: Timeline, ranks: int, stages: int) -> Account:
     everyone = np.arange(timeline.ranks)
     drains = _Pieces(everyone, np.full(timeline.ranks, _DRAIN), last, finish)
     table = _sweep([by_kind, *by_message, drains], begin, finish)
-    return Account(table[:, np.argsort(_COLUMN)], _by_edge(timeline, waits, by_message[-1], last, stages))
+    return Account(table[:, np.argsort(_COLUMN)], *_latencies(timeline, waits, issued, stages))
 
 
 def _compute_range(rank: Ints, start: Ints, end: Ints, windows: Ints) -> tuple[Ints, Ints]:
@@ -128,11 +129,11 @@ def _sweep(pieces: list[_Pieces], begin: Ints, finish: Ints) -> Ints:
     return table
 
 
-def _by_edge(timeline: Timeline, waits: Ints, transfers: _Pieces, last: Ints, stages: int) -> Ints:
-    """Transfer by the edge that the message crossed, where the rank still had something to compute."""
+def _latencies(timeline: Timeline, waits: Ints, issued: Ints, stages: int) -> tuple[Ints, Ints]:
+    """By the edge that a message crossed: how long messages took, and how many there were."""
     edge = np.where(timeline.kind[waits] == Kind.WAIT_F, timeline.stage[waits] - 1, timeline.stage[waits])
-    lasted = np.maximum(0, np.minimum(transfers.end, last[transfers.rank]) - transfers.start)
-    known = (edge >= 0) & (edge < stages)
-    edges = np.zeros(stages, dtype=np.int64)
-    np.add.at(edges, edge[known], lasted[known])
-    return edges
+    seen = (timeline.start[waits] <= issued) & (issued < timeline.end[waits]) & (edge >= 0) & (edge < stages)
+    latency, messages = np.zeros(stages, dtype=np.int64), np.zeros(stages, dtype=np.int64)
+    np.add.at(latency, edge[seen], (timeline.end[waits] - issued)[seen])
+    np.add.at(messages, edge[seen], 1)
+    return latency, messages

@@ -2,9 +2,12 @@
 
 Causes are compared in seconds of a step, so that removing one saves about what it is said to cost:
 
-    schedule    ideal step x ideal bubble           imbalance   predicted step - ideal step
-    transfer, reduce, data, optimizer, other        the mean over ranks of what the account has under that name
-    jitter      what of the measured step is left: waits that no mean cost explains
+    schedule    ideal step x ideal bubble
+    imbalance   predicted step - ideal step
+    transfer    the step simulated with the mean time of a message on each edge - predicted step: one rank's transfer
+                is another one's stall
+    reduce, data, optimizer, other    the mean over ranks of what the account has under that name
+    jitter      what of the measured step is left: waits that no mean explains
 """
 
 from __future__ import annotations
@@ -46,8 +49,9 @@ def causes(bubbles: Bubbles) -> dict[str, float]:
     mean = dict(zip(NAMES, bubbles.seconds.mean(axis=0).tolist(), strict=True))
     losses = {name: mean[name] for name in ("transfer", "reduce", "data", "optimizer", "other")}
     ideal, predicted, bubble = bubbles.ideal_step, bubbles.predicted_step, bubbles.ideal
-    if ideal is None or predicted is None or bubble is None:
+    if ideal is None or predicted is None or bubble is None or bubbles.transfer_step is None:
         return losses | {"jitter": mean["fill"] + mean["stall"] + mean["drain"]}
+    losses["transfer"] = bubbles.transfer_step - predicted
     left = float(bubbles.seconds.sum(axis=1).mean()) - predicted - sum(losses.values())
     return {"imbalance": predicted - ideal, "schedule": ideal * bubble} | losses | {"jitter": max(0.0, left)}
 
@@ -120,10 +124,10 @@ def _room(job: Job, microbatches: int) -> str:
 
 
 def _transfer(job: Job, bubbles: Bubbles, share: str) -> str:
-    edge = int(bubbles.edges.argmax())
+    edge = int(bubbles.latency.argmax())
     return (
-        f"Messages under way cost {share}, most on the edge between stages {edge} and {edge + 1} "
-        f"({milliseconds(bubbles.edges[edge])} per step, all ranks together); cut where less data crosses, "
+        f"Messages under way cost {share}, the slowest those between stages {edge} and {edge + 1} "
+        f"({milliseconds(bubbles.latency[edge])} each); cut where less data crosses, "
         "or use fewer, larger micro-batches"
     )
 

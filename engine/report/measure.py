@@ -28,19 +28,21 @@ Floats = npt.NDArray[np.float64]
 class Bubbles:
     """What was measured, in seconds; fractions over the total. W: world, S: stages, M: micro-batches of a step.
 
-    `seconds` [W, 9] as in `bubble.NAMES` and `per_rank` [W] are means over `steps` traced steps. `costs` [4, S, M]
-    (F, B, I, W), `ideal`, `predicted` and `simulated` are None where no step had all its micro-batches.
+    `seconds` [W, 9] as in `bubble.NAMES` and `per_rank` [W] are means over `steps` traced steps; `latency` [S] is the
+    mean over messages between stages s and s+1. What follows is None where no step had all its micro-batches: `costs`
+    [4, S, M] (F, B, I, W), the simulated bubbles and steps, `transfer_step` being `predicted_step` with `latency`.
     """
 
     steps: int
     seconds: Floats
     per_rank: Floats
-    edges: Floats
+    latency: Floats
     costs: Floats | None = None
     ideal: float | None = None
     predicted: float | None = None
     ideal_step: float | None = None
     predicted_step: float | None = None
+    transfer_step: float | None = None
     simulated: Timeline | None = None
 
     @property
@@ -57,7 +59,8 @@ class Bubbles:
 
 def fractions(table: npt.NDArray[np.int64]) -> Floats:
     """Each name's share of the rank's window: [W, 9]; 0 where a window is empty."""
-    return table / np.maximum(1, table.sum(axis=1, keepdims=True))
+    shares: Floats = table / np.maximum(1, table.sum(axis=1, keepdims=True))
+    return shares
 
 
 class Measure:
@@ -82,7 +85,8 @@ class Measure:
         self._added += 1
         self._sums.steps += 1
         self._sums.table += found.table
-        self._sums.edges += found.edges
+        self._sums.latency += found.latency
+        self._sums.messages += found.messages
         self._sums.bubble += 1 - fractions(found.table)[:, NAMES.index("compute")]
         self.last = timeline
         self._add_costs(timeline)
@@ -106,7 +110,8 @@ class Measure:
         sums = self._sums
         if not sums.steps:
             return None
-        means = (sums.table / sums.steps * 1e-9, sums.bubble / sums.steps, sums.edges / sums.steps * 1e-9)
+        latency = sums.latency / np.maximum(1, sums.messages) * 1e-9
+        means = (sums.table / sums.steps * 1e-9, sums.bubble / sums.steps, latency)
         if not sums.count.any():
             return Bubbles(sums.steps, *means)
         costs = sums.duration / np.maximum(1, sums.count) * 1e-9
@@ -114,13 +119,17 @@ class Measure:
         simulated = self._simulate(costs)
         ideal = figures(self._program, self._simulate(np.broadcast_to(equal[:, None, None], costs.shape)))
         predicted = figures(self._program, simulated)
+        with_transfer = figures(self._program, self._simulate(costs, latency))
         return Bubbles(
             sums.steps, *means, costs, ideal.bubble_fraction, predicted.bubble_fraction,
-            ideal.makespan, predicted.makespan, simulated,
+            ideal.makespan, predicted.makespan, with_transfer.makespan, simulated,
         )  # fmt: skip
 
-    def _simulate(self, costs: Floats) -> Timeline:
-        return simulate(self._program, Costs(np.tile(costs, (1, 1, self._passes)), np.zeros(self._stages)))
+    def _simulate(self, costs: Floats, transfer: Floats | None = None) -> Timeline:
+        free = np.zeros(self._stages)
+        return simulate(
+            self._program, Costs(np.tile(costs, (1, 1, self._passes)), free if transfer is None else transfer)
+        )
 
 
 @dataclass
@@ -129,7 +138,8 @@ class _Sums:
 
     table: npt.NDArray[np.int64]
     bubble: Floats
-    edges: npt.NDArray[np.int64]
+    latency: npt.NDArray[np.int64]
+    messages: npt.NDArray[np.int64]
     duration: npt.NDArray[np.int64]
     count: npt.NDArray[np.int64]
     steps: int = field(default=0)
@@ -140,7 +150,8 @@ class _Sums:
             return np.zeros(shape, dtype=np.int64)
 
         each = (len(COMPUTE), stages, microbatches)
-        return cls(zeros(world, len(NAMES)), np.zeros(world), zeros(stages), zeros(*each), zeros(*each))
+        edges = (zeros(stages), zeros(stages))
+        return cls(zeros(world, len(NAMES)), np.zeros(world), *edges, zeros(*each), zeros(*each))
 
 
 def repeated(program: Program, passes: int) -> Program:
