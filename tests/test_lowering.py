@@ -138,6 +138,16 @@ def test_stages_on_one_rank_exchange_no_message():
     )
 
 
+def test_a_copy_that_no_microbatch_visits_is_reduced_at_the_end():
+    program = from_csv("0F0,0B0\n1F0,1B0\n", Placement(2, ((0, 1), (1, 0)), (0,)))
+    lowered = lower(program, reduce=True, step=True)
+    assert [row.rsplit(",", 4)[1:] for row in to_csv(lowered).splitlines()] == [
+        ["0B0", "0REDUCE_GRAD", "1REDUCE_GRAD", "0STEP"],
+        ["1SEND_B0", "1REDUCE_GRAD", "0REDUCE_GRAD", "0STEP"],
+    ]
+    verify(lowered)
+
+
 def test_lowering_twice_is_refused():
     with pytest.raises(ValueError, match="lowered already"):
         lower(lower(build("gpipe", 2, 2), reduce=False, step=False), reduce=False, step=False)

@@ -223,6 +223,7 @@ def parse(text: str, ranks: int = 2) -> Program:
         ("0F0,1B0\n1F0,0B0", "1B0", "stage 1 on rank 1", "1B0 is misplaced"),
         ("0B0,0F0\n1F0,1B0", "0B0", "0F0", "0B0 needs 0F0, which comes only later, at position 1 of rank 0"),
         ("0F0,0F1,0B1,0B0\n1F0,1F1,1B0,1B1", "0B1", "0B0", "0B1 must come after 0B0"),
+        ("0F0,0F1,0I0,0I1,0W1,0W0\n1F0,1F1,1B0,1B1", "0W1", "0W0", "0W1 must come after 0W0"),
         ("0F0,0B0\n1F0,1I0", "1I0", "1W0", "1I0 lacks 1W0"),
         ("0F0,0B0\n1F0,1W0", "1W0", "1I0", "1W0 lacks 1I0"),
         ("0F0,0B0\n1F0,1B0,1W0", "1W0", "1B0", "1W0 repeats a part of 1B0"),
