@@ -125,8 +125,8 @@ class C10dTransport(ABC):
         text = (str(error).splitlines() or [type(error).__name__])[0]
         if self.aborted:
             return PeerLost(f"{what}{whom}: this rank was aborted", peer)
-        # A limit that expired here closes the group's connections; what waits on those was merely lost.
-        if ("timed out" in text or "timeout" in text) and "pair closure" not in text:
+        expired = "timed out" in text.lower() or "timeout" in text.lower()
+        if expired and "pair closure" not in text:  # that is the fate of the other waits of a group whose limit expired
             return PeerTimeout(f"{what}{whom}: nothing for {self.timeout.total_seconds():g} s ({text})", peer)
         return PeerLost(f"{what}{whom}: {text}", peer)
 
