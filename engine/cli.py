@@ -112,3 +112,11 @@ class SweepTable(Callback):
             from engine.report.compare import write_comparison
 
             write_comparison(config.hydra.sweep.dir)
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        from engine.report.compare import read_rows, write_comparison
+
+        print(f"\n{write_comparison(config.hydra.sweep.dir)}", flush=True)
+        rows = read_rows(Path(config.hydra.sweep.dir))
+        if any(row["status"] != "completed" for row in rows):  # with a launcher that runs jobs elsewhere, the only sign
+            _outcomes.append(Outcome("failed", None, 1))

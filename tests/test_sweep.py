@@ -1,0 +1,72 @@
+"""Sweeps: one folder per job, no job hides or stops another, a table at the end."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import command
+import pytest
+from command import Engine
+
+from engine import run
+from engine.runtime.verdict import Outcome
+from engine.settings import Settings
+
+engine = command.engine  # a fixture
+SMALL = ["launch=threads", "model=mlp", "data=synthetic", "train.steps=2", "train.global_batch_size=8", "eval.every=0"]
+SMALL += ["model.features=16", "model.hidden=8", "data.shape=[16]", "data.samples=32"]
+
+
+def sweep_folder(folder: Path) -> Path:
+    (found,) = folder.glob("runs/*/*-sweep")
+    return found
+
+
+def test_one_folder_per_job_and_a_table(engine: Engine) -> None:
+    said = engine("-m", *SMALL, "schedule=naive,gpipe,1f1b", "pipeline.microbatches=1,4")
+    assert said.code == 0, said.err
+    folder = sweep_folder(said.folder)
+    jobs = [json.loads((folder / str(job) / "summary.json").read_text()) for job in range(6)]
+    assert [(job["schedule"], job["microbatches"]) for job in jobs] == [
+        (schedule, m) for schedule in ("naive", "gpipe", "1f1b") for m in (1, 4)
+    ]
+    assert all(len(list((folder / str(job)).glob("events*"))) == 1 for job in range(6))
+    table = (folder / "comparison.txt").read_text()
+    assert said.out.rstrip().endswith(table.rstrip())
+    assert len(json.loads((folder / "comparison.json").read_text())) == 6
+
+
+def test_a_failed_job_neither_stops_nor_hides_the_others(engine: Engine) -> None:
+    said = engine("-m", *SMALL, "pipeline.microbatches=1,100,2")
+    assert said.code == run.REFUSED
+    assert "pipeline.microbatches=100" in said.err
+    rows = json.loads((sweep_folder(said.folder) / "comparison.json").read_text())
+    assert [row["status"] for row in rows] == ["completed", "failed", "completed"]
+    assert "pipeline.microbatches=100" in said.out.splitlines()[-1]
+
+
+def test_an_interruption_ends_the_sweep(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def train(settings: Settings, start_dir: str, run_dir: str) -> Outcome:
+        started.append(settings.pipeline.microbatches)
+        return Outcome("interrupted", "interrupted by SIGTERM", 128 + signal.SIGTERM)
+
+    monkeypatch.setattr(run, "train", train)
+    assert engine("-m", "pipeline.microbatches=1,2").code == 143
+    assert started == [1]
+
+
+def test_an_experiment_that_sweeps_by_itself(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def train(settings: Settings, start_dir: str, run_dir: str) -> Outcome:
+        seen.append((settings.schedule["name"], settings.pipeline.microbatches, settings.model["_target_"]))
+        return run.finish(Path(run_dir), Outcome("completed"), settings)
+
+    monkeypatch.setattr(run, "train", train)
+    assert engine("experiment=schedules").code == 0
+    expected = [(s, m, "models.sleep.sleep") for s in ("naive", "gpipe", "1f1b") for m in (2, 4, 8)]
+    assert seen == expected
