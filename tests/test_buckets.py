@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -15,13 +17,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from workers import over_threads
+from workers import RUNS, Run, over_threads
 
 from engine.collectives import COLLECTIVES, Collective
 from engine.collectives.background import ReduceThread
 from engine.collectives.buckets import Reducer
 from engine.collectives.layout import ALIGN_BYTES, Named, cut, fingerprints
-from engine.runtime.transport import PeerLost, Transport
+from engine.runtime.transport import Edge, PeerLost, Transport
 
 ROOT = Path(__file__).parents[1]
 Params = list[Named]
@@ -247,6 +249,41 @@ def test_reducers_of_a_rank_share_a_thread_and_go_in_launch_order() -> None:
 
     for spans in over_threads(2, main):
         assert all(before[1] <= after[0] for before, after in pairwise(spans))
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_reductions_and_messages_do_not_disturb_each_other(run: Run) -> None:
+    """Two replicas of two stages; each step messages go both ways while the stage before is being reduced."""
+    edges = [Edge(a, b, kind) for base in (0, 2) for a, b, kind in ((base, base + 1, "F"), (base + 1, base, "B"))]
+    rings = {f"reduce{s}": [s, s + 2] for s in (0, 1)}
+
+    def main(transport: Transport) -> list[float]:
+        me, peer = transport.rank, transport.rank ^ 1
+        jitter = random.Random(me)
+        transport.open(
+            edges + [e for label, members in rings.items() for e in COLLECTIVES["ring"].edges(members, label)]
+        )
+        label = f"reduce{me % 2}"
+        params = parameters((300,), (7,))
+        reducer = Reducer(params, COLLECTIVES["ring"](transport, rings[label], label), 100)
+        (out,) = (transport.channel(e) for e in edges if e.src == me)
+        (inn,) = (transport.channel(e) for e in edges if e.dst == me)
+        seen = []
+        for step in range(30):
+            set_grads(params, step % 3)
+            reducer.launch()
+            arrived = torch.zeros(100)
+            receive = inn.irecv(arrived)
+            time.sleep(jitter.random() * 0.004)
+            send = out.isend(torch.full((100,), float(step + me)))
+            receive.wait()
+            reducer.wait()
+            send.wait()
+            assert float(arrived[99]) == step + peer
+            seen.append(float(params[1][1].grad[6]))
+        return seen
+
+    assert run(4, main) == [[4.0, 40.0, 400.0] * 10] * 4
 
 
 @pytest.mark.parametrize("closed", [False, True])

@@ -99,6 +99,8 @@ class C10dTransport(ABC):
         return self.translated(lambda: C10dWork(self, group.allreduce([tensor]), tensor, what, peer), what, peer)
 
     def close(self) -> None:
+        for channel in self._channels.values():
+            channel.group = None  # whoever still holds the channel does not keep the connection
         self._channels.clear()
         self._groups.clear()
 
