@@ -45,11 +45,21 @@ def _by_number(folder: Path) -> tuple[int, int, str]:
 
 
 def _read(folder: Path) -> Row:
-    try:
-        summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
-    except (OSError, ValueError):
+    summary = _json(folder / "summary.json")
+    if summary is None:
         summary = _UNREADABLE
+    elif summary.get("mode") == "plan" and (plan := _json(folder / "plan.json")):
+        peaks = [rank["peak_in_flight"] for rank in plan["per_rank"]]
+        summary |= {"bubble": {"predicted": plan["bubble_fraction"]}, "peak_in_flight": peaks}
     return {"job": folder.name, "overrides": _overrides(folder)} | summary
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return content
 
 
 def _overrides(folder: Path) -> list[str]:

@@ -1,0 +1,180 @@
+"""The event file, read back with TensorBoard's own readers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import recorded
+from PIL import Image
+from recorded import recorder, step_records, traced_run, with_train
+
+from engine.report.board import Board
+from engine.report.recorder import METRICS, _hparams
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+    from tensorboard.plugins.hparams import metadata
+
+HPARAMS = ("_hparams_/experiment", "_hparams_/session_start_info", "_hparams_/session_end_info")
+
+
+def event_files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("events.out.tfevents*"))
+
+
+def read(folder: Path) -> EventAccumulator:
+    found = EventAccumulator(str(folder), size_guidance={"images": 0})
+    found.Reload()
+    return found
+
+
+def events(folder: Path) -> Iterator[Any]:
+    (path,) = event_files(folder)
+    return iter(LegacyEventFileLoader(str(path)).Load())
+
+
+def plugin_data(folder: Path, tag: str) -> list[bytes]:
+    """What the HParams plugin was told under `tag`, once per time it was told."""
+    values = (value for event in events(folder) for value in event.summary.value)
+    return [value.metadata.plugin_data.content for value in values if value.tag == tag]
+
+
+def finished(folder: Path, of: recorded.Job | None = None, steps: int = 3, status: str = "completed") -> Path:
+    folder.mkdir(exist_ok=True)
+    record, _ = recorder(of or recorded.job("gpipe", 2, 4), folder)
+    traced_run(record, steps)
+    record.finish(status)
+    return folder
+
+
+def test_all_tags_are_there_in_one_file(tmp_path: Path) -> None:
+    finished(tmp_path)
+    assert len(event_files(tmp_path)) == 1
+    found = read(tmp_path)
+    names = ("fill", "stall", "transfer", "reduce", "optimizer", "data", "drain", "other")
+    assert set(found.Tags()["scalars"]) == {
+        "train/loss",
+        "train/lr",
+        "throughput/samples_per_second",
+        "bubble/ideal",
+        "bubble/predicted",
+        "bubble/measured",
+        *(f"bubble/rank{rank}/{name}" for rank in range(2) for name in names),
+        *(f"memory/rank{rank}/{name}" for rank in range(2) for name in ("peak_in_flight", "peak_activation_bytes")),
+    }
+    assert set(found.Tags()["images"]) == {"timeline/predicted", "timeline/measured"}
+    assert "report/text_summary" in found.Tags()["tensors"]
+
+
+def test_scalars_have_their_values_at_their_steps(tmp_path: Path) -> None:
+    found = read(finished(tmp_path))
+    assert [(e.step, e.value) for e in found.Scalars("train/loss")] == [(0, 2.0), (1, 1.75), (2, 1.5)]
+    fill = found.Scalars("bubble/rank1/fill")
+    assert [e.step for e in fill] == [0, 1, 2]
+    assert fill[-1].value == pytest.approx(2 / 31)  # F takes 2 ms; the window 5 x 6 ms and 1 ms of optimizer
+    assert [(e.step, e.value) for e in found.Scalars("bubble/ideal")] == [
+        (0, pytest.approx(0.2)),
+        (2, pytest.approx(0.2)),
+    ]
+    assert [e.value for e in found.Scalars("memory/rank0/peak_in_flight")] == [2, 2, 2]
+
+
+def test_grad_norm_is_told_where_it_is_known(tmp_path: Path) -> None:
+    of = recorded.job("gpipe", 2, 4, replicas=2)
+    record, _ = recorder(of, tmp_path)
+    for index, extra in enumerate([{"grad_norm": 7.0}, {"local_grad_norm": 3.0}, {}]):
+        for line in step_records(of, index, **extra):
+            record(line)
+    record.finish("completed")
+    norms = [(e.step, e.value) for e in read(tmp_path).Scalars("train/grad_norm")]
+    assert norms == [(0, 7.0), (1, pytest.approx(18**0.5))]  # of one replica: its two ranks, not all four
+
+
+def test_images_are_the_pictures(tmp_path: Path) -> None:
+    found = read(finished(tmp_path))
+    (image,) = found.Images("timeline/predicted")
+    assert image.width == 1400 and image.encoded_image_string.startswith(b"\x89PNG")
+
+
+def test_the_report_is_markdown(tmp_path: Path) -> None:
+    (value,) = read(finished(tmp_path)).Tensors("report/text_summary")
+    text = value.tensor_proto.string_val[0].decode()
+    assert "| bubble | ideal | predicted | measured |\n| ---: |" in text
+    assert "with 8 micro-batches the ideal bubble falls" in text
+
+
+def test_one_session_with_values_and_metrics(tmp_path: Path) -> None:
+    finished(tmp_path)
+    experiment, start, end = (plugin_data(tmp_path, tag) for tag in HPARAMS)
+    assert (len(experiment), len(start), len(end)) == (1, 1, 1)
+    given = metadata.parse_session_start_info_plugin_data(start[0]).hparams
+    assert given["schedule"].string_value == "gpipe"
+    assert [given[key].number_value for key in ("ranks", "microbatches", "replicas")] == [2, 4, 1]
+    declared = metadata.parse_experiment_plugin_data(experiment[0])
+    assert {info.name for info in declared.hparam_infos} == set(given)
+    tags = {info.name.tag for info in declared.metric_infos}
+    assert tags == set(METRICS) <= set(read(tmp_path).Tags()["scalars"])  # a metric without a scalar shows nothing
+
+
+def test_a_sweep_has_one_session_per_job_and_the_same_keys(tmp_path: Path) -> None:
+    jobs = [
+        recorded.job("gpipe", 2, 4),
+        recorded.job("1f1b", 2, 2),
+        with_train(recorded.job("naive", 1, 1), clip_norm=1.0),
+        recorded.job("gpipe", 2, 4, replicas=2),
+    ]
+    for number, of in enumerate(jobs):
+        finished(tmp_path / str(number), of)
+    assert len(event_files(tmp_path)) == len(jobs)
+    starts = [data for n in range(4) for data in plugin_data(tmp_path / str(n), HPARAMS[1])]
+    sessions = [metadata.parse_session_start_info_plugin_data(data).hparams for data in starts]
+    assert len(sessions) == len(jobs)
+    kinds = [{key: value.WhichOneof("kind") for key, value in session.items()} for session in sessions]
+    assert all(kind == kinds[0] for kind in kinds)
+    assert [session["schedule"].string_value for session in sessions] == ["gpipe", "1f1b", "naive", "gpipe"]
+    assert [session["clip_norm"].string_value for session in sessions] == ["None", "None", "1.0", "None"]
+
+
+@pytest.mark.parametrize("status", ["failed", "interrupted"])
+def test_only_a_completed_session_is_marked_as_ended(status: str, tmp_path: Path) -> None:
+    finished(tmp_path, status=status)
+    assert len(plugin_data(tmp_path, HPARAMS[1])) == 1
+    assert plugin_data(tmp_path, HPARAMS[2]) == []
+    assert len(read(tmp_path).Scalars("train/loss")) == 3
+
+
+def test_no_file_before_something_is_written(tmp_path: Path) -> None:
+    board = Board(tmp_path)
+    board.scalars({"a": None}, 0)
+    board.end_session()
+    board.flush()
+    board.close()
+    assert not event_files(tmp_path) and not board.opened
+    board = Board(tmp_path)
+    board.image("a", Image.new("RGB", (2, 2)), 0)
+    assert len(event_files(tmp_path)) == 1 and board.opened
+    board.close()
+
+
+def test_hparams_know_no_null() -> None:
+    of = recorded.job()
+    record, steps = step_records(of, lr=None), []
+    from engine.report.gather import Steps
+
+    gathered = Steps(of)
+    steps = [step for step in map(gathered.add, record) if step]
+    assert all(isinstance(value, str | int | float) for value in _hparams(of, steps[0]).values())
+
+
+def test_tensorboard_is_imported_only_when_it_is_needed() -> None:
+    code = "import sys, engine.report.recorder; sys.exit(any(m.startswith('tensorboard') for m in sys.modules))"
+    root = Path(__file__).parents[1]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
