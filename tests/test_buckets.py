@@ -141,6 +141,21 @@ def test_a_gradient_that_nobody_has_stays_none(dtype: torch.dtype, name: str) ->
         assert [g.flatten().tolist() for g in grads if g is not None] == [[1] * 3, [9] * 4, [4] * 40]
 
 
+def test_what_was_there_in_the_step_before_does_not_count() -> None:
+    def main(transport: Transport) -> list[float]:
+        params = set_grads(parameters((2,)), 0)
+        reducer = Reducer(params, collective_of(transport), 100)
+        seen = []
+        for absent_on in (None, 1, 0):
+            params[0][1].grad = None if transport.rank == absent_on else torch.full((2,), transport.rank + 1.0)
+            reducer.launch()
+            reducer.wait()
+            seen.append(float(params[0][1].grad[0]))
+        return seen
+
+    assert over_threads(2, main) == [[3.0, 1.0, 2.0]] * 2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_presence_flag_never_sums_to_nothing(dtype: torch.dtype) -> None:
     flag = torch.zeros(1, dtype=dtype)
