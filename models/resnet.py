@@ -1,7 +1,9 @@
 """Residual networks for pictures: He et al., "Deep Residual Learning for Image Recognition" (arXiv 1512.03385).
 
 Layer names joined with parameter names are torchvision's state-dict keys (`layer3.0.downsample.0.weight`), so published
-weights load. As there, a bottleneck strides in its 3x3 convolution ("ResNet v1.5").
+weights load. As there, a bottleneck strides in its 3x3 convolution ("ResNet v1.5"). `zero_residual` starts every block as the
+identity, by a scale of 0 in its last norm: Goyal et al., "Accurate, Large Minibatch SGD" (arXiv 1706.02677). Without
+it the first steps of a short run go up.
 """
 
 from __future__ import annotations
@@ -44,10 +46,12 @@ class Basic(_Residual):
 
     expansion = 1
 
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
+    def __init__(self, inputs: int, width: int, stride: int, zero_residual: bool = False) -> None:
         super().__init__(inputs, width, stride)
         self.conv1, self.bn1 = _convolution(inputs, width, 3, stride), nn.BatchNorm2d(width)
         self.conv2, self.bn2 = _convolution(width, width, 3), nn.BatchNorm2d(width)
+        if zero_residual:
+            nn.init.zeros_(self.bn2.weight)
 
     def branch(self, x: Tensor) -> Tensor:
         return self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
@@ -58,12 +62,14 @@ class Bottleneck(_Residual):
 
     expansion = 4
 
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
+    def __init__(self, inputs: int, width: int, stride: int, zero_residual: bool = False) -> None:
         outputs = self.expansion * width
         super().__init__(inputs, outputs, stride)
         self.conv1, self.bn1 = _convolution(inputs, width, 1), nn.BatchNorm2d(width)
         self.conv2, self.bn2 = _convolution(width, width, 3, stride), nn.BatchNorm2d(width)
         self.conv3, self.bn3 = _convolution(width, outputs, 1), nn.BatchNorm2d(outputs)
+        if zero_residual:
+            nn.init.zeros_(self.bn3.weight)
 
     def branch(self, x: Tensor) -> Tensor:
         x = self.relu(self.bn1(self.conv1(x)))
@@ -71,7 +77,9 @@ class Bottleneck(_Residual):
         return self.bn3(self.conv3(x))
 
 
-def _resnet(block: type[Basic | Bottleneck], depths: Sequence[int], classes: int, width: int) -> Layers:
+def _resnet(
+    block: type[Basic | Bottleneck], depths: Sequence[int], classes: int, width: int, zero_residual: bool
+) -> Layers:
     layers: Layers = [
         ("conv1", lambda: _convolution(3, width, 7, 2)),
         ("bn1", lambda: nn.BatchNorm2d(width)),
@@ -83,7 +91,7 @@ def _resnet(block: type[Basic | Bottleneck], depths: Sequence[int], classes: int
         inner = width * 2**group
         for index in range(depth):
             stride = 2 if group > 0 and index == 0 else 1
-            layers.append((f"layer{group + 1}.{index}", partial(block, channels, inner, stride)))
+            layers.append((f"layer{group + 1}.{index}", partial(block, channels, inner, stride, zero_residual)))
             channels = inner * block.expansion
     return [
         *layers,
@@ -93,21 +101,21 @@ def _resnet(block: type[Basic | Bottleneck], depths: Sequence[int], classes: int
     ]
 
 
-def resnet18(classes: int = 1000, width: int = 64) -> Layers:
-    """[N, 3, H, W] -> [N, classes]. `width`: channels after the stem."""
-    return _resnet(Basic, (2, 2, 2, 2), classes, width)
+def resnet18(classes: int = 1000, width: int = 64, zero_residual: bool = False) -> Layers:
+    """[N, 3, H, W] -> [N, classes]. `width`: channels after the stem; `zero_residual`: see the module."""
+    return _resnet(Basic, (2, 2, 2, 2), classes, width, zero_residual)
 
 
-def resnet34(classes: int = 1000, width: int = 64) -> Layers:
-    """[N, 3, H, W] -> [N, classes]. `width`: channels after the stem."""
-    return _resnet(Basic, (3, 4, 6, 3), classes, width)
+def resnet34(classes: int = 1000, width: int = 64, zero_residual: bool = False) -> Layers:
+    """[N, 3, H, W] -> [N, classes]. `width`: channels after the stem; `zero_residual`: see the module."""
+    return _resnet(Basic, (3, 4, 6, 3), classes, width, zero_residual)
 
 
-def resnet50(classes: int = 1000, width: int = 64) -> Layers:
-    """[N, 3, H, W] -> [N, classes]. `width`: channels after the stem."""
-    return _resnet(Bottleneck, (3, 4, 6, 3), classes, width)
+def resnet50(classes: int = 1000, width: int = 64, zero_residual: bool = False) -> Layers:
+    """[N, 3, H, W] -> [N, classes]. `width`: channels after the stem; `zero_residual`: see the module."""
+    return _resnet(Bottleneck, (3, 4, 6, 3), classes, width, zero_residual)
 
 
-def resnet101(classes: int = 1000, width: int = 64) -> Layers:
-    """[N, 3, H, W] -> [N, classes]. `width`: channels after the stem."""
-    return _resnet(Bottleneck, (3, 4, 23, 3), classes, width)
+def resnet101(classes: int = 1000, width: int = 64, zero_residual: bool = False) -> Layers:
+    """[N, 3, H, W] -> [N, classes]. `width`: channels after the stem; `zero_residual`: see the module."""
+    return _resnet(Bottleneck, (3, 4, 23, 3), classes, width, zero_residual)

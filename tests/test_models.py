@@ -125,11 +125,14 @@ def test_resnet_starts_from_he_initialisation() -> None:
     assert bool((layers["layer3.1"].bn3.bias == 0).all())
 
 
-def test_a_residual_block_adds_its_input() -> None:
-    block = resnet.Bottleneck(16, 4, 1).eval()
-    nn.init.zeros_(block.bn3.weight)
+def test_a_block_with_zero_residual_starts_as_the_identity() -> None:
     x = torch.randn(2, 16, 5, 5)
-    assert torch.equal(block(x), x.relu())
+    for quiet, plain in (
+        (resnet.Bottleneck(16, 4, 1, zero_residual=True), resnet.Bottleneck(16, 4, 1)),
+        (resnet.Basic(16, 16, 1, zero_residual=True), resnet.Basic(16, 16, 1)),
+    ):
+        assert torch.equal(quiet(x), x.relu())
+        assert not torch.equal(plain(x), x.relu())
 
 
 # ---- GPT ---------------------------------------------------------------------------------------------------------
