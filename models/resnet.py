@@ -1,9 +1,9 @@
 """Residual networks for pictures: He et al., "Deep Residual Learning for Image Recognition" (arXiv 1512.03385).
 
 Layer names joined with parameter names are torchvision's state-dict keys (`layer3.0.downsample.0.weight`), so published
-weights load. As there, a bottleneck strides in its 3x3 convolution ("ResNet v1.5"). `zero_residual` starts every block as the
-identity, by a scale of 0 in its last norm: Goyal et al., "Accurate, Large Minibatch SGD" (arXiv 1706.02677). Without
-it the first steps of a short run go up.
+weights load. As there, a bottleneck strides in its 3x3 convolution ("ResNet v1.5"). `zero_residual` gives the last norm
+of every block a scale of 0, so that the block starts as the identity: Goyal et al., "Accurate, Large Minibatch SGD"
+(arXiv 1706.02677). Without it the loss of a short run first goes up.
 """
 
 from __future__ import annotations
