@@ -17,6 +17,7 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
@@ -107,7 +108,7 @@ class SweepTable(Callback):
         if config.hydra.mode.name == "MULTIRUN":
             print(f"\njob {config.hydra.job.num}: {' '.join(config.hydra.overrides.task)}", flush=True)
 
-    def on_job_end(self, config: DictConfig, **_: Any) -> None:
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
         if config.hydra.mode.name == "MULTIRUN":
             from engine.report.compare import write_comparison
 

@@ -129,7 +129,7 @@ def _scalar(kind: type, value: Any, path: str) -> Any:
         value = float(value)
     if type(value) is not kind:
         raise ValueError(f"{path}={_shown(value)} is not {words[kind]}")
-    if kind is float and not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{path}={value} is not a finite number")
     return value
 

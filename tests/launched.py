@@ -1,105 +1,90 @@
-"""Runs a function on every rank of a small world: over the hub of threads, or over gloo.
-
-gloo's groups are independent objects, so most of its tests need no second process: the ranks are threads that talk
-over loopback. `processes` is for what only a process can do: be stopped or killed.
-"""
+"""Workers for the launcher's tests: each takes (job, rank, where to meet, post), as the real one does."""
 
 from __future__ import annotations
 
-import multiprocessing
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any, TypeVar
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
 
-import torch.distributed as dist
+import torch
 
-from engine.runtime.transport import Edge, Transport
-from engine.runtime.transport.gloo import GlooTransport
-from engine.runtime.transport.threads import ThreadHub
+from engine.job import Job
+from engine.plan.actions import Action, Op
+from engine.records import encode
+from engine.runtime import position
+from engine.runtime.transport import PeerLost, PeerTimeout
 
-T = TypeVar("T")
-HANG_S = 60.0
-Run = Callable[..., list[Any]]
-
-
-def over_threads(world: int, main: Callable[[Transport], T], timeout_s: float = 20.0) -> list[T]:
-    """`main(transport)` on every rank; results in rank order. The first exception is raised here."""
-    hub = ThreadHub(world, timeout_s)
-    return _run(world, main, hub.transport)
+Post = Callable[[bytes], None]
 
 
-def over_gloo(world: int, main: Callable[[Transport], T], timeout_s: float = 20.0) -> list[T]:
-    """The same over gloo on loopback; every transport is closed at the end."""
-    store = dist.HashStore()
-    return _run(world, main, lambda rank: GlooTransport(rank, world, store, timeout_s))
+def _hello(rank: int, post: Post) -> None:
+    post(encode("ready", {"rank": rank, "pid": os.getpid(), "device": "cpu", "threads": torch.get_num_threads()}))
 
 
-RUNS: dict[str, Run] = {"threads": over_threads, "gloo": over_gloo}
+def good(job: Job, rank: int, meeting: Any, post: Post) -> None:
+    _hello(rank, post)
+    logging.getLogger("user").info("hello from %d", rank)
+    post(encode("done", {"rank": rank}))
 
 
-def _run(world: int, main: Callable[[Transport], T], transport: Callable[[int], Transport]) -> list[T]:
-    transports = [transport(rank) for rank in range(world)]
-    results: list[Any] = [None] * world
-    errors: list[BaseException] = []
-
-    def rank_main(rank: int) -> None:
-        try:
-            results[rank] = main(transports[rank])
-        except BaseException as error:
-            errors.append(error)
-            transports[rank].abort()
-
-    threads = [threading.Thread(target=rank_main, args=(rank,), daemon=True) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(HANG_S)
-        assert not thread.is_alive(), "a rank hangs"
-    for each in transports:
-        each.close()
-    if errors:
-        raise errors[0]
-    return results
+def silent(job: Job, rank: int, meeting: Any, post: Post) -> None:
+    """Rank 1 returns without having said that it is done."""
+    good(job, rank, meeting, post) if rank != 1 else None
 
 
-def _child(main: Callable[..., None], rank: int, world: int, port: int, timeout_s: float, pipe: Any) -> None:
-    pipe.send("imported")  # importing takes longer than a short time limit allows
-    pipe.recv()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
-    main(GlooTransport(rank, world, store, timeout_s), pipe)
+def raises(job: Job, rank: int, meeting: Any, post: Post) -> None:
+    """Rank 1 raises in 1B2; the others see its end a little later, or are told of it first."""
+    _hello(rank, post)
+    if rank == 1:
+        time.sleep(0.1)
+        error = ArithmeticError("the loss is not finite")
+        error.stage, error.microbatch, error.action = 1, 2, "1B2"  # type: ignore[attr-defined]
+        raise error
+    raise PeerLost("rank 1 closed its end", 1)
 
 
-@contextmanager
-def processes(world: int, main: Callable[[Transport, Any], None], timeout_s: float) -> Iterator[list[tuple[Any, Any]]]:
-    """(process, pipe) per rank, each running `main(transport, pipe)`; killed on leaving."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    started = []
-    try:
-        for rank in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_child, args=(main, rank, world, store.port, timeout_s, theirs))
-            process.start()
-            theirs.close()
-            started.append((process, ours))
-        for _, pipe in started:
-            assert pipe.poll(HANG_S) and pipe.recv() == "imported"
-        for _, pipe in started:
-            pipe.send("connect")
-        yield started
-    finally:
-        for process, pipe in started:
-            process.kill()
-            process.join()
-            pipe.close()
-        del store
+def killed(job: Job, rank: int, meeting: Any, post: Post) -> None:
+    """Rank 1 is killed in 1F3 while the others are busy and deaf to SIGTERM."""
+    _hello(rank, post)
+    if rank == 1:
+        position.here()[0] = Action(1, Op.F, 3).pack()
+        os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
 
 
-def pair(transport: Transport) -> tuple[Any, Any]:
-    """(channel to the other rank, channel from it) in a world of two."""
-    edges = [Edge(0, 1, "F"), Edge(1, 0, "B")]
-    transport.open(edges)
-    there, back = (transport.channel(edge) for edge in edges)
-    return (there, back) if transport.rank == 0 else (back, there)
+def interrupted(job: Job, rank: int, meeting: Any, post: Post) -> None:
+    """Somebody sends SIGINT to rank 0 alone."""
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+
+
+def keyboard(job: Job, rank: int, meeting: Any, post: Post) -> None:
+    if rank == 0:
+        raise KeyboardInterrupt
+    time.sleep(60)
+
+
+def leaves(job: Job, rank: int, meeting: Any, post: Post) -> None:
+    sys.exit(0) if rank == 0 else time.sleep(60)
+
+
+def frozen(job: Job, rank: int, meeting: Any, post: Post) -> None:
+    """Rank 2 stops; rank 1 waits for it and rank 0 for rank 1, each until its time limit."""
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.2 * (rank + 1))
+    raise PeerTimeout(f"nothing from rank {rank + 1} for 1 s", rank + 1)
+
+
+def with_children(job: Job, rank: int, meeting: Any, post: Post) -> None:
+    """A child of each worker, as a data loader has, and no end."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    post(encode("ready", {"rank": rank, "pid": os.getpid(), "device": "cpu", "threads": child.pid}))
+    time.sleep(60)

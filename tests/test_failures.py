@@ -134,6 +134,8 @@ def hurt(tmp_path: Path) -> Iterator[Run]:
     yield run
     for pid in run.left():
         os.kill(pid, signal.SIGKILL)
+    if hasattr(run, "process"):
+        run.process.communicate()
 
 
 def last_line(text: str) -> str:

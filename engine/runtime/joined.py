@@ -17,8 +17,10 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
-import torch.distributed as dist
+from torch.distributed import DistError
+from torch.distributed.rendezvous import rendezvous
 
 from engine.job import Job
 from engine.records import decode, encode
@@ -40,7 +42,7 @@ class Meeting:
 
     def __init__(self) -> None:
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.store: dist.Store = next(dist.rendezvous("env://", self.rank, self.world, timeout=START_TIMEOUT))[0]
+        self.store: Any = next(rendezvous("env://", self.rank, self.world, timeout=START_TIMEOUT))[0]
         self.sent = False
 
     # -- rank 0 ----------------------------------------------------------------------------------------------------
@@ -106,7 +108,7 @@ class Meeting:
         try:
             self.store.wait([CLOSED], START_TIMEOUT)
             self.store.add(LEFT, 1)
-        except dist.DistError:
+        except DistError:
             pass  # rank 0 and its store are gone already
 
 

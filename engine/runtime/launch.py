@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from engine.job import Job
 from engine.records import decode
@@ -55,7 +55,7 @@ def meeting_point(timeout_s: float) -> Iterator[tuple[str, int]]:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         host, port = listener.getsockname()
-        store = dist.TCPStore(
+        store = TCPStore(
             host,
             port,
             is_master=True,

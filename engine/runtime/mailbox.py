@@ -7,16 +7,15 @@ rank 0   looks at the count; where it grew, takes each rank's next keys and dele
 from __future__ import annotations
 
 import threading
-
-from torch.distributed import Store
+from typing import Any
 
 POSTED = "mail/posted"
 
 
 class Mailbox:
-    """One per rank. `store` must not be shared with calls that block: a client answers one request at a time."""
+    """One per rank. `store`, a torch.distributed.Store, must not be shared with calls that block: a client answers one request at a time."""
 
-    def __init__(self, store: Store, rank: int, world: int) -> None:
+    def __init__(self, store: Any, rank: int, world: int) -> None:
         self._store, self._rank = store, rank
         self._next = [0] * world  # per rank: the number of the next record to post or to take
         self._taken = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from engine.job import Job
 from engine.runtime.environment import one_host
@@ -13,13 +13,13 @@ from engine.runtime.transport import Transport
 from engine.runtime.transport.gloo import GlooTransport
 
 
-def client(address: tuple[str, int], timeout_s: float) -> dist.Store:
+def client(address: tuple[str, int], timeout_s: float) -> Store:
     """A client of the store at `address`."""
     host, port = address
-    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
-def connect(job: Job, rank: int, store: dist.Store) -> Transport:
+def connect(job: Job, rank: int, store: Store) -> Transport:
     """The transport of a world rank: NCCL between GPUs, else gloo, on loopback where all ranks are on one host."""
     timeout_s = job.settings.timeout_s
     if job.settings.device == "cuda":

@@ -15,14 +15,14 @@ NOWHERE = -1
 _own = threading.local()  # ranks may be threads of one process
 
 
-def here() -> MutableSequence[int]:
+def here() -> MutableSequence[int] | memoryview:
     """The calling rank's position as a sequence of one integer: `here()[0] = action.pack()`."""
     if not hasattr(_own, "cell"):
         _own.cell = [NOWHERE]
     return _own.cell
 
 
-def use(cell: MutableSequence[int]) -> None:
+def use(cell: MutableSequence[int] | memoryview) -> None:
     """Let the calling rank's position live in `cell`."""
     cell[0] = NOWHERE
     _own.cell = cell

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import MutableSequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -18,7 +17,7 @@ from engine.runtime import rank as surroundings
 from engine.runtime.meet import client, connect
 
 
-def main(entry: Any, job: Job, rank: int, meeting: Any, pipe: Connection, positions: MutableSequence[int]) -> None:
+def main(entry: Any, job: Job, rank: int, meeting: Any, pipe: Connection, positions: Any) -> None:
     """Run one rank of `job`; the exit status is 0 where it succeeded. Called in a fresh process."""
     _own_group()  # first: the watch kills the group it is in
     _leave_with_parent()
