@@ -29,8 +29,10 @@ SLOW = 1.25  # times the mean of the other stages
 WORTH_TRYING = 0.9  # a schedule's ideal bubble relative to the present one, at most
 
 
-def diagnose(job: Job, bubbles: Bubbles) -> str:
+def diagnose(job: Job, bubbles: Bubbles | None) -> str:
     """The sentence. It names a slow stage even where something else weighs more."""
+    if bubbles is None:
+        return "No step was traced: set trace.every to 1 or more to see where the time goes."
     losses = causes(bubbles)
     step = float(bubbles.seconds.sum(axis=1).mean())
     name = max(losses, key=lambda cause: losses[cause])
@@ -77,7 +79,8 @@ def _imbalance(job: Job, bubbles: Bubbles, share: str) -> str:
     slow = _slow_stage(bubbles) or f"stage {slowest} is the slowest, at {milliseconds(bubbles.stage_costs[slowest])}"
     return (
         f"The stages are unequal, which costs {share}: {slow}; move layers away from it "
-        f"(partition=manual partition.split=[...]), the ideal bubble is {percent(bubbles.ideal)}"
+        f"(partition=manual partition.split=[...]); with equal stages the bubble falls from "
+        f"{percent(bubbles.predicted)} to {percent(bubbles.ideal)}"
     )
 
 

@@ -34,11 +34,11 @@ class Progress:
         loss = "-" if step.loss is None else f"{step.loss:.4g}"
         postfix = {"loss": loss, "samples/s": f"{step.samples_per_second:.1f}"}
         self._bar.set_postfix(postfix, refresh=False)
-        last = self._bar.n + 1 == self._bar.total
         drawn = bool(self._bar.update(1))
-        if last and not drawn:
-            self._bar.refresh()
-        return drawn or last
+        if self._bar.n == self._bar.total:
+            self.close()  # draws it for the last time
+            drawn = True
+        return drawn
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""

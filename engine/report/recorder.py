@@ -22,6 +22,7 @@ from engine.job import Job
 from engine.records import Record
 from engine.report.board import Board, HParam
 from engine.report.bubble import NAMES, Account
+from engine.report.cause import diagnose
 from engine.report.draw import Panel, draw
 from engine.report.files import write_bytes, write_json, write_text
 from engine.report.gather import Evaluations, Step, Steps
@@ -125,9 +126,9 @@ class Recorder:
 
     def _leave(self, summary: dict[str, Any], bubbles: Bubbles | None) -> None:
         """Everything but summary.json."""
-        last = self._totals.last_index
-        write_text(self.folder / "report.txt", report(self.job, summary, bubbles))
-        self._board.text("report", report(self.job, summary, bubbles, as_markdown=True), last)
+        last, cause = self._totals.last_index, diagnose(self.job, bubbles)
+        write_text(self.folder / "report.txt", report(self.job, summary, bubbles, cause))
+        self._board.text("report", report(self.job, summary, bubbles, cause, as_markdown=True), last)
         if bubbles is not None:
             for index in self._traced:  # constants of the run, from its first traced step to its last
                 self._board.scalars({"bubble/ideal": bubbles.ideal, "bubble/predicted": bubbles.predicted}, index)
@@ -137,7 +138,7 @@ class Recorder:
         if summary["status"] == "completed":
             self._board.end_session()
         self._board.flush()
-        self._progress.say("\n" + closing(self.job, summary, bubbles, self.folder))
+        self._progress.say("\n" + closing(self.job, summary, bubbles, cause, self.folder))
 
     def _pictures(self, bubbles: Bubbles, step: int) -> None:
         measured = self._measure.last_whole or self._measure.last

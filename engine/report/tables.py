@@ -23,5 +23,13 @@ def percent(fraction: float | None) -> str:
     return "-" if fraction is None else f"{100 * fraction:.1f} %"
 
 
+def size(nbytes: float) -> str:
+    """In the largest decimal unit of which there is one at least."""
+    for power, unit in ((3, "GB"), (2, "MB"), (1, "kB")):
+        if nbytes >= 1000**power:
+            return f"{nbytes / 1000**power:.1f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
 def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"

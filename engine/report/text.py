@@ -8,9 +8,8 @@ from typing import Any
 
 from engine.job import Job
 from engine.report.bubble import NAMES
-from engine.report.cause import diagnose
 from engine.report.measure import Bubbles
-from engine.report.tables import Rows, markdown, percent, table
+from engine.report.tables import Rows, markdown, percent, size, table
 
 
 def rank_rows(job: Job, bubbles: Bubbles) -> Rows:
@@ -51,40 +50,40 @@ def bubble_rows(bubbles: Bubbles) -> Rows:
 def headline(summary: dict[str, Any]) -> str:
     """The run in one line."""
     s = summary
-    sizes = f"{s['schedule']}, {s['ranks']} ranks, {s['microbatches']} micro-batches, {s['replicas']} replicas"
-    said = f"{s['status']}: {sizes}; {s['steps']} steps, {s['samples']} samples"
+    sizes = f"ranks {s['ranks']}, micro-batches {s['microbatches']}, replicas {s['replicas']}"
+    said = f"{s['status']}: {s['schedule']}, {sizes}; steps {s['steps']}, samples {s['samples']}"
     first, last = s["loss"]["first"], s["loss"]["last"]
     if first is not None and last is not None:
-        said += f", loss {first:.4g} -> {last:.4g}"
+        said += f"; loss {first:.4g} -> {last:.4g}"
     if s["samples_per_second"]:
-        said += f", {s['step_time']['median'] * 1e3:.1f} ms per step, {s['samples_per_second']:.1f} samples/s"
+        said += f"; {s['step_time']['median'] * 1e3:.1f} ms per step, {s['samples_per_second']:.1f} samples/s"
     return said
 
 
-def closing(job: Job, summary: dict[str, Any], bubbles: Bubbles | None, run_dir: Path) -> str:
-    """What the terminal shows at the end of a run that has completed a step."""
+def closing(job: Job, summary: dict[str, Any], bubbles: Bubbles | None, cause: str, run_dir: Path) -> str:
+    """What the terminal shows at the end of a run that has completed a step. `cause`: the sentence of `diagnose`."""
     parts = [headline(summary)]
     if bubbles is not None:
         parts += [
             f"Where a step went, mean over {bubbles.steps} traced steps, ms and share:",
             table(rank_rows(job, bubbles)),
             table(bubble_rows(bubbles)),
-            diagnose(job, bubbles),
+            cause,
         ]
     return "\n\n".join([*parts, f"tensorboard --logdir {shlex.quote(str(run_dir))}"])
 
 
-def report(job: Job, summary: dict[str, Any], bubbles: Bubbles | None, as_markdown: bool = False) -> str:
+def report(job: Job, summary: dict[str, Any], bubbles: Bubbles | None, cause: str, as_markdown: bool = False) -> str:
     """The whole report: for report.txt, or in Markdown."""
     tabular = markdown if as_markdown else table
     sections = [("", headline(summary))]
     if summary["evaluation"] is not None:
         sections.append(("Evaluation", tabular(_evaluation_rows(summary["evaluation"]))))
     if bubbles is None:
-        sections.append(("Bubble", "No step was traced: set trace.every to 1 or more to see where the time goes."))
+        sections.append(("Bubble", cause))
     else:
         sections += [
-            ("Bubble", tabular(bubble_rows(bubbles)) + "\n\n" + diagnose(job, bubbles)),
+            ("Bubble", tabular(bubble_rows(bubbles)) + "\n\n" + cause),
             ("Ranks", f"Mean over {bubbles.steps} traced steps, ms and share.\n\n" + tabular(rank_rows(job, bubbles))),
         ]
         if bubbles.costs is not None:
@@ -103,10 +102,10 @@ def _evaluation_rows(evaluation: dict[str, Any]) -> Rows:
 
 
 def _traffic_rows(summary: dict[str, Any]) -> Rows:
-    rows = [["rank", "peak in flight", "peak activations MB", "sent to stages MB"]]
+    rows = [["rank", "peak in flight", "peak activations", "sent to stages"]]
     columns = zip(
         summary["peak_in_flight"], summary["peak_activation_bytes"], summary["bytes_sent_between_stages"], strict=True
     )
     for rank, (peak, activations, sent) in enumerate(columns):
-        rows.append([str(rank), str(peak), f"{activations / 1e6:.2f}", f"{sent / 1e6:.2f}"])
+        rows.append([str(rank), str(peak), size(activations), size(sent)])
     return rows
