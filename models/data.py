@@ -178,5 +178,5 @@ class Synthetic(Dataset[Sample]):
             value = (2 * much - 1) * self._patterns[0] + other * self._patterns[1]
             return value, torch.tensor([2 * much - 1], dtype=self._dtype)
         kind = int(first * count)
-        value = self._patterns[kind] + 0.5 * much * self._patterns[int(other * count)]
+        value = torch.add(self._patterns[kind], self._patterns[int(other * count)], alpha=0.5 * much)
         return value, torch.tensor(kind)
