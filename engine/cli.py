@@ -49,7 +49,7 @@ def _join() -> int:
     # torch.distributed.launch adds this argument; the environment says the same.
     sys.argv[1:] = [a for a in sys.argv[1:] if not a.startswith(("--local-rank", "--local_rank"))]
     code = _compose()
-    here.dismiss(code, _outcomes[-1].error if _outcomes else None)
+    here.close(code, _outcomes[-1].error if _outcomes else None)
     return code
 
 

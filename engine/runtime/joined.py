@@ -47,12 +47,14 @@ class Meeting:
 
     # -- rank 0 ----------------------------------------------------------------------------------------------------
 
-    def dismiss(self, exit_code: int, message: str | None) -> None:
-        """Rank 0 has no job for the others; they leave with this exit code. Does nothing once a job was sent."""
+    def close(self, exit_code: int, message: str | None) -> None:
+        """Rank 0 has reported all: the others may leave, with this exit code where there was no job for them.
+
+        Not before: as soon as one rank has failed, a launcher ends the others, rank 0 among them.
+        """
         if not self.sent:
-            self.sent = True
             self.store.set(JOB, b"-" + encode("dismissed", {"exit_code": exit_code, "message": message}))
-            self._see_off()
+        self._see_off()
 
     def lead(self, job: Job, on_record: OnRecord) -> Outcome:
         """Rank 0: send the job, work in a thread, listen to all. No rank is ended here: the launcher does that."""
@@ -71,7 +73,6 @@ class Meeting:
         with interrupt.waking(inbox.put):
             threading.Thread(target=main, name="rank 0", daemon=True).start()
             signum = _listen(verdict, inbox, mailbox, on_record)
-            self._see_off()
         return verdict.outcome(signum)
 
     def _see_off(self) -> None:

@@ -13,7 +13,7 @@ POSTED = "mail/posted"
 
 
 class Mailbox:
-    """One per rank. `store`: a torch.distributed.Store, not shared with calls that block, as it answers one at a time."""
+    """One per rank. `store`: a torch.distributed.Store, not shared with calls that block: it serves one at a time."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self._store, self._rank = store, rank
