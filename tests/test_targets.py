@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from engine import targets
 from engine.targets import build, check_keywords, locate, prepare_import_path
@@ -229,3 +230,25 @@ def test_importing_targets_does_not_import_torch() -> None:
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "False"
+
+
+# ---- the configuration's own targets -----------------------------------------------------------------------------
+
+OF_THE_ENGINE = {"_target_", "loss", "split", "workers", "pin_memory", "shuffle", "evaluation"}
+POSITIONAL = {"model": 0, "data": 0, "optimizer": 1, "lr_scheduler": 1}
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(p for g in POSITIONAL for p in (ROOT / "conf" / g).glob("*.yaml")),
+    ids=lambda p: f"{p.parent.name}-{p.stem}",
+)
+def test_every_group_names_a_target_that_takes_its_keys(path: Path) -> None:
+    section, group = yaml.safe_load(path.read_text()), path.parent.name
+    sections = [section, {**section, **section.get("evaluation", {})}]
+    if group == "model":
+        sections.append(section["loss"])
+    for each in sections:
+        if each["_target_"] is not None:
+            keys = [key for key in each if key not in OF_THE_ENGINE or (group == "data" and key == "split")]
+            check_keywords(locate(each["_target_"]), keys, group, POSITIONAL[group])
