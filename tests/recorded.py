@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from engine.job import Job, Layer
-from engine.plan.actions import Placement, Program
+from engine.plan.actions import Program
 from engine.plan.schedules import build
 from engine.plan.simulate import Costs, simulate
 from engine.plan.timeline import Kind, Span, Timeline
@@ -139,8 +139,3 @@ def recorder(of: Job, folder: Path, **options: Any) -> tuple[Recorder, io.String
 
 def with_train(of: Job, **changes: Any) -> Job:
     return replace(of, settings=replace(of.settings, train=replace(of.settings.train, **changes)))
-
-
-def two_chunks(ranks: int) -> Placement:
-    """Stages 0..2P-1, stage s on rank s mod P."""
-    return Placement(ranks, (tuple(s % ranks for s in range(2 * ranks)),))

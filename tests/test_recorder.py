@@ -19,6 +19,7 @@ from test_board import event_files, read
 
 from engine.plan.schedules import build
 from engine.records import Record
+from engine.report.board import Board
 from engine.report.bubble import NAMES
 from engine.report.files import write_json, write_text
 from engine.report.gather import Evaluations, Step, Steps
@@ -204,10 +205,20 @@ def test_finishing_twice_changes_nothing(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
 
 
-def test_printed_steps_are_on_the_disk_before_the_end(tmp_path: Path) -> None:
+def test_printed_steps_are_on_the_disk_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    for name in ("scalars", "flush"):
+        original = getattr(Board, name)
+
+        def noted(board: Board, *args: Any, original: Any = original, name: str = name) -> None:
+            original(board, *args)
+            done.append(name)
+
+        monkeypatch.setattr(Board, name, noted)
     record, console = recorder(recorded.job(), tmp_path)
     traced_run(record, 5)
     assert "5/5" in console.getvalue()
+    assert done.count("scalars") == 5 and done[-2:] == ["scalars", "flush"]  # the last step is always printed
     assert [event.step for event in read(tmp_path).Scalars("train/loss")] == [0, 1, 2, 3, 4]
     record.finish("completed")
     assert len(event_files(tmp_path)) == 1

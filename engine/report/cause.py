@@ -167,7 +167,7 @@ def _other(job: Job, bubbles: Bubbles, share: str) -> str:
 def _jitter(job: Job, bubbles: Bubbles, share: str) -> str:
     return (
         f"Waits that the mean cost of each action does not explain cost {share}; durations vary, or ranks compete for "
-        "cores: try fewer ranks, or threads_per_worker=1"
+        "cores: try fewer ranks or replicas on this machine"
     )
 
 
