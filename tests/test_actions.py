@@ -3,10 +3,10 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from program_strategies import executed, scheduled
 
 from engine.plan.actions import NO_MICROBATCH, Action, Op, Placement, Program, pack, unpack
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Span, Timeline
-from program_strategies import executed, scheduled
 
 actions = st.builds(
     Action,

@@ -235,3 +235,15 @@ def test_untraced_steps_carry_no_spans() -> None:
 
     ran = run_threads(settings("gpipe", 2, 2, trace=Trace(every=2)))
     assert [len(r.arrays["spans"]) > 0 for r in ran.of("step") if r.meta["rank"] == 0] == [True, False, True]
+
+
+def test_attention_without_dropout_is_not_seeded() -> None:
+    """torch tags attention as drawing random numbers whatever its dropout is."""
+    from engine.runtime.prepare import prepare
+
+    model = {"_target_": "models.gpt.gpt", "context": 8, "layers": 2, "width": 8, "heads": 2, "dropout": 0.0}
+    loss = {"loss": {"_target_": "models.gpt.NextTokenLoss"}}
+    data = {"_target_": "models.data.Text", "context": 8, "max_bytes": 4000}
+    for dropout, random in ((0.0, False), (0.1, True)):
+        job = prepare(settings(model={**model, "dropout": dropout, **loss}, data=data, precision="fp32"), ".", ".")
+        assert [layer.random for layer in job.layers if "block" in layer.name] == [random] * 2

@@ -3,12 +3,12 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from program_strategies import SYNCHRONOUS
 
 from engine.plan.actions import Op, Placement
 from engine.plan.schedules import SCHEDULES, build, largest_legal_microbatches, offered_schedules
 from engine.plan.schedules.registry import ScheduleInfo
 from engine.plan.verify import peak_in_flight, verify
-from program_strategies import SYNCHRONOUS
 
 sizes = st.tuples(st.integers(1, 9), st.integers(1, 12))
 each = pytest.mark.parametrize("name", [*SYNCHRONOUS, "forward_only"])

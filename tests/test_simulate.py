@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from program_strategies import SYNCHRONOUS, executed, scheduled
 
 from engine.plan.actions import Op, Placement, Program
 from engine.plan.lowering import lower
 from engine.plan.schedules import build
 from engine.plan.simulate import Costs, Figures, figures, simulate
-from program_strategies import SYNCHRONOUS, executed, scheduled
 
 NAN = float("nan")
 

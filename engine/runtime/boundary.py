@@ -202,7 +202,7 @@ class _Gate(torch.autograd.Function):
         return alias(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
         ctx.box[ctx.index] = grad
         return None, None, None, None
 

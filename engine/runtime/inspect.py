@@ -7,7 +7,7 @@ calls an operator which draws random numbers is marked: it will be seeded before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -37,8 +37,19 @@ class _Draws(TorchDispatchMode):
         self.seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, args, kwargs):
+            self.seen = True
+        return func(*args, **kwargs)
+
+
+def _without_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """An attention operator, say, that would draw if its dropout probability were not 0."""
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return not given
+    return False
 
 
 class FakeModel:
@@ -152,7 +163,7 @@ def _built(name: str, factory: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """`module.to(dtype)`, which a fake module refuses: its floating parameters and buffers, shared ones still shared."""
+    """`module.to(dtype)`, which a fake module refuses: its floating parameters and buffers, shared ones stay so."""
     made: dict[Tensor, Tensor] = {}
     for part in module.modules():
         for table in (part._parameters, part._buffers):

@@ -143,7 +143,7 @@ def sized_model(config: Mapping[str, Any], placement: Placement) -> dict[str, An
     filled = dict(config)
     target = locate(str(config.get("_target_")))
     try:
-        accepted = inspect.signature(target).parameters  # type: ignore[arg-type]
+        accepted = inspect.signature(target).parameters
     except (TypeError, ValueError):
         return filled
     given = {"stages": placement.stages, "chunks": placement.stages // placement.ranks}
@@ -195,7 +195,7 @@ def _check_batch(settings: Settings) -> None:
 
 def _check_parts(settings: Settings) -> Loss:
     """Loss, optimizer and scheduler can be built: tried here on one parameter, so that no worker has to find out."""
-    loss = make_loss(settings.model["loss"])
+    loss = make_loss(settings.model.get("loss") or {})
     optimizer = build(settings.optimizer, [nn.Parameter(torch.zeros(1))], where="optimizer")
     if settings.lr_scheduler and settings.lr_scheduler.get("_target_"):
         build(settings.lr_scheduler, optimizer, where="lr_scheduler")

@@ -28,7 +28,7 @@ def dataset(config: Mapping[str, Any], evaluation: bool) -> Dataset[Any] | None:
         if config.get("evaluation") is None:
             return None
         keywords |= config["evaluation"]
-    return build(keywords, where="data")  # type: ignore[no-any-return]
+    return build(keywords, where="data")
 
 
 def loader(

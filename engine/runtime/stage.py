@@ -24,9 +24,9 @@ from engine.runtime.seeds import drawing, seed_for
 
 
 class StageLayer(NamedTuple):
-    """`index` counts through the whole model; `random` layers are seeded before each forward."""
+    """`number` counts through the whole model; `random` layers are seeded before each forward."""
 
-    index: int
+    number: int
     name: str
     module: nn.Module
     random: bool
@@ -90,7 +90,7 @@ class Stage:
         with self.autocast():
             for layer in self.layers:
                 if layer.random and draw is not None:
-                    seed = seed_for(self.seed, "draw", layer.index, *draw)
+                    seed = seed_for(self.seed, "draw", layer.number, *draw)
                     with drawing(seed, self.device):
                         value = layer.module(value)
                 else:

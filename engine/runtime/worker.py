@@ -57,8 +57,9 @@ class Worker:
         parameters = [p for _, p in named]
         self.update = Update(parameters, *build_optimizer(job, parameters), settings.train.clip_norm)
         self.norms = norms_of(job, self.stages, self.wiring, self.device)
+        self.reduce_thread = ReduceThread()
         self.reducers = self._reducers() if job.replicas > 1 else {}
-        self.loss = make_loss(settings.model["loss"])
+        self.loss = make_loss(settings.model.get("loss") or {})
         self.tracer = tracer_for(self.device)
         self.links = Links(transport, self.replica * job.ranks, self.device)
         self.executor = Executor(
@@ -74,7 +75,11 @@ class Worker:
         self._local_norm = 0.0
 
     def _reducers(self) -> dict[int, Reducer]:
-        nbytes, collectives, thread = self.job.settings.allreduce.bucket_bytes, self.wiring.reduction, ReduceThread()
+        nbytes, collectives, thread = (
+            self.job.settings.allreduce.bucket_bytes,
+            self.wiring.reduction,
+            self.reduce_thread,
+        )
         return {s: Reducer(st.named_parameters(), collectives[s], nbytes, thread) for s, st in self.stages.items()}
 
     def run(self) -> None:
@@ -93,6 +98,7 @@ class Worker:
                     self.post(encode("evaluation", {"rank": self.world_rank} | record))
                 self.tracer.pause_ended()
         self.links.limit(0)
+        self.reduce_thread.close()
         self.post(encode("done", {"rank": self.world_rank}))
 
     # -- one step --------------------------------------------------------------------------------------------------
