@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -76,8 +76,12 @@ def test_steps_are_counted_once_for_everybody() -> None:
     assert batches.steps(13, None) == 13
 
 
+class Pair(NamedTuple):
+    a: object
+    b: object
+
+
 def test_take_splits_structures() -> None:
-    Pair = namedtuple("Pair", "a b")
     batch = (
         torch.arange(9),
         list("abcdefghi"),
