@@ -1,8 +1,9 @@
 """The one TensorBoard writer of a run: exactly one event file, which appears with the first thing written.
 
-Nothing else in the engine imports TensorBoard; importing it takes a second, so that waits for the first step. The
-scalars of a step go into one event. Hyper-parameters are written through the same writer: `add_hparams` would open a
-second file, and so a second session in the table.
+Nothing else in the engine imports TensorBoard. Importing it is slow, so that happens when a Board is made: not for
+jobs that are refused, and not later, when it would take processors from the workers' first steps. The scalars of a
+step go into one event. Hyper-parameters are written through the same writer: `add_hparams` would open a second file,
+and so a second session in the table.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Board:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._make_writer, self._summaries = _tensorboard()
         self._writer: Any = None
         self._session_end: Any = None
 
@@ -36,9 +38,9 @@ class Board:
     def scalars(self, values: Mapping[str, float | None], step: int) -> None:
         """One point for each tag whose value is known."""
         if known := {tag: float(value) for tag, value in values.items() if value is not None}:
-            writer, summaries = self._open(), _summaries()
-            points = [summaries.Summary.Value(tag=tag, simple_value=value) for tag, value in known.items()]
-            writer.file_writer.add_summary(summaries.Summary(value=points), step)
+            summary = self._summaries.Summary
+            points = [summary.Value(tag=tag, simple_value=value) for tag, value in known.items()]
+            self._open().file_writer.add_summary(summary(value=points), step)
 
     def image(self, tag: str, image: Image.Image, step: int) -> None:
         self._open().add_image(tag, np.asarray(image), step, dataformats="HWC")
@@ -52,7 +54,7 @@ class Board:
         All runs are to pass the same keys with values of the same types: the table knows only what it saw first.
         """
         writer = self._open()
-        summaries = _summaries().hparams(dict(hparams), dict.fromkeys(metrics, 0.0))
+        summaries = self._summaries.hparams(dict(hparams), dict.fromkeys(metrics, 0.0))
         experiment, start, self._session_end = summaries
         writer.file_writer.add_summary(experiment)
         writer.file_writer.add_summary(start)
@@ -72,16 +74,14 @@ class Board:
 
     def _open(self) -> Any:
         if self._writer is None:
-            os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # an installed TensorFlow greets at length
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of its imports; none is about this run
-                from torch.utils.tensorboard import SummaryWriter
-            self._writer = SummaryWriter(str(self._folder), flush_secs=FLUSH_S)
+            self._writer = self._make_writer(str(self._folder), flush_secs=FLUSH_S)
         return self._writer
 
 
-def _summaries() -> Any:
-    """torch's makers of summaries, which have no types; expects TensorBoard to be imported."""
-    from torch.utils.tensorboard import summary
-
-    return summary
+def _tensorboard() -> tuple[Any, Any]:
+    """torch's writer and its makers of summaries, which have no types."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # an installed TensorFlow greets at length
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its imports; none is about this run
+        from torch.utils.tensorboard import SummaryWriter, summary
+    return SummaryWriter, summary
