@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -28,6 +30,7 @@ from engine.job import MessageSpec, TensorSpec
 _MAGIC = 0x0050_4950_454C_494E
 _FIXED = 5
 _ALIGN = 64
+_NAMES = {kind: str(kind).removeprefix("torch.") for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 
 
 class Header(NamedTuple):
@@ -46,7 +49,7 @@ def describe(value: Any) -> MessageSpec:
 
 def _leaf(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
-        dtype = str(leaf.dtype).removeprefix("torch.")
+        dtype = _NAMES[leaf.dtype]
         return TensorSpec(tuple(leaf.shape), tuple(leaf.stride()), dtype, leaf.requires_grad)
     if leaf is None or isinstance(leaf, bool | int | float | str):
         return leaf
@@ -61,6 +64,7 @@ class Layout:
     def __init__(self, tensors: Sequence[TensorSpec]) -> None:
         self.tensors = tuple(tensors)
         self.dtypes = tuple(getattr(torch, t.dtype) for t in self.tensors)
+        self.strides = tuple(dense(t.shape, t.stride) for t in self.tensors)  # where the sender's tensor has those
         words = _FIXED + sum(1 + len(t.shape) for t in self.tensors)
         self.header_bytes = _aligned(8 * words)
         self.at = []
@@ -70,48 +74,70 @@ class Layout:
             end = _aligned(end + torch.Size(spec.shape).numel() * dtype.itemsize)
         self.nbytes = end
 
-    def _over(self, buffer: Tensor, index: int, strides: Sequence[int]) -> Tensor:
+    def over(self, buffer: Tensor, index: int, strides: Sequence[int]) -> Tensor:
+        """The index-th tensor over its part of a message's buffer."""
         dtype = self.dtypes[index]
         start = self.at[index] // dtype.itemsize
         whole = torch.empty(0, dtype=dtype, device=buffer.device)
         return whole.set_(buffer.untyped_storage(), start, self.tensors[index].shape, tuple(strides))
 
-    def pack(self, tensors: Sequence[Tensor | None], header: Header, device: torch.device) -> Tensor:
-        """One uint8 buffer [nbytes] with the header and a copy of every tensor; None: absent."""
-        buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        words = [_MAGIC, header.stage, header.microbatch, header.acknowledged, self.nbytes]
-        for index, tensor in enumerate(tensors):
-            if tensor is None:
-                words += [0, *self.tensors[index].stride]
-                continue
-            strides = dense_strides(tensor)
-            words += [1, *strides]
-            self._over(buffer, index, strides).copy_(tensor)
-        buffer[: 8 * len(words)].view(torch.int64).copy_(torch.tensor(words, dtype=torch.int64))
-        return buffer
+    def packet(self, device: torch.device) -> Packet:
+        """A message to be filled and sent, over and over."""
+        return Packet(self, device)
 
-    def unpack(self, buffer: Tensor, want: Header) -> tuple[list[Tensor | None], int]:
+    def unpack(self, buffer: Tensor, stage: int, microbatch: int) -> tuple[list[Tensor | None], int]:
         """The tensors over `buffer` (no copy) and the sender's acknowledged count.
 
-        Raises RuntimeError where the message is not the one that `want` names. On a GPU the header is not read (that
-        would stop the host until the transfer is done): strides are the spec's, nothing is absent or acknowledged.
+        Raises RuntimeError where it is not the message of (stage, microbatch). On a GPU the header is not read (that
+        would stop the host until the transfer is done): strides are the layout's, nothing is absent or acknowledged.
         """
         if buffer.device.type != "cpu":
-            return [self._over(buffer, i, t.stride) for i, t in enumerate(self.tensors)], 0
-        words = buffer[: self.header_bytes].view(torch.int64).tolist()
-        if words[0] != _MAGIC or words[4] != self.nbytes or (words[1], words[2]) != (want.stage, want.microbatch):
+            return [self.over(buffer, i, strides) for i, strides in enumerate(self.strides)], 0
+        words = _header_of(buffer, self.header_bytes).tolist()
+        if words[0] != _MAGIC or words[4] != self.nbytes or words[1] != stage or words[2] != microbatch:
             raise RuntimeError(
-                f"expected stage {want.stage}, micro-batch {want.microbatch}, {self.nbytes} bytes, "
+                f"expected stage {stage}, micro-batch {microbatch}, {self.nbytes} bytes, "
                 f"received stage {words[1]}, micro-batch {words[2]}, {words[4]} bytes"
             )
         tensors: list[Tensor | None] = []
         at = _FIXED
         for index, spec in enumerate(self.tensors):
-            rank = len(spec.shape)
-            present, strides = words[at], words[at + 1 : at + 1 + rank]
-            tensors.append(self._over(buffer, index, strides) if present else None)
-            at += 1 + rank
+            end = at + 1 + len(spec.shape)
+            tensors.append(self.over(buffer, index, words[at + 1 : end]) if words[at] else None)
+            at = end
         return tensors, words[3]
+
+
+class Packet:
+    """An outgoing message: its buffer (uint8, `layout.nbytes`), and views of the header and of each tensor's place."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout = layout
+        self.buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        self._places = [layout.over(self.buffer, i, strides) for i, strides in enumerate(layout.strides)]
+        self._header = _header_of(self.buffer, layout.header_bytes) if device.type == "cpu" else None
+
+    def fill(self, tensors: Sequence[Tensor | None], header: Header) -> None:
+        """Copy the tensors in and write the header; None: absent (on a GPU, where no header is read: zeros)."""
+        words = [_MAGIC, header.stage, header.microbatch, header.acknowledged, self.layout.nbytes]
+        for index, tensor in enumerate(tensors):
+            place, strides = self._places[index], self.layout.strides[index]
+            if tensor is None:
+                place.zero_()
+            elif self._header is None or tensor.stride() == strides:
+                place.copy_(tensor)
+            else:
+                strides = dense(tensor.shape, tensor.stride())
+                self.layout.over(self.buffer, index, strides).copy_(tensor)
+            words.append(tensor is not None)
+            words.extend(strides)
+        if self._header is not None:
+            self._header[: len(words)] = words
+
+
+def _header_of(buffer: Tensor, nbytes: int) -> npt.NDArray[np.int64]:
+    """The header of a message as words, over the same memory."""
+    return buffer.numpy()[:nbytes].view(np.int64)
 
 
 class Message:
@@ -123,11 +149,15 @@ class Message:
     def __init__(self, spec: MessageSpec) -> None:
         self.spec = spec
         self.tree = pytree.tree_structure(spec.template)
+        self._single = isinstance(spec.template, TensorSpec)  # by far the most frequent: needs no tree
         self.forward = Layout(spec.tensors)
         self.backward = Layout([t for t in spec.tensors if t.requires_grad])
 
     def mismatch(self, value: Any) -> str | None:
         """How a nesting differs (structure, shape, dtype, grad, constants), or None. Strides may differ."""
+        if self._single and isinstance(value, Tensor):
+            difference = _difference(value, self.spec.leaves[0])
+            return difference and f"position 0: {difference}"
         leaves, tree = pytree.tree_flatten(value)
         if tree != self.tree:
             return f"structure {tree} instead of {self.tree}"
@@ -155,7 +185,7 @@ class Message:
                 leaves.append(_Gate.apply(anchor, tensor, box, len(box) - 1))
             else:
                 leaves.append(tensor)
-        return pytree.tree_unflatten(leaves, self.tree), box
+        return leaves[0] if self._single else pytree.tree_unflatten(leaves, self.tree), box
 
 
 def _difference(leaf: Any, want: Any) -> str | None:
@@ -163,8 +193,8 @@ def _difference(leaf: Any, want: Any) -> str | None:
         return f"{leaf!r} instead of {want!r}" if isinstance(leaf, Tensor) or leaf != want else None
     if not isinstance(leaf, Tensor):
         return f"{leaf!r} instead of a tensor {list(want.shape)} {want.dtype}"
-    dtype = str(leaf.dtype).removeprefix("torch.")
-    if tuple(leaf.shape) != want.shape or dtype != want.dtype:
+    dtype = _NAMES[leaf.dtype]
+    if leaf.shape != want.shape or dtype != want.dtype:
         return f"{list(leaf.shape)} {dtype} instead of {list(want.shape)} {want.dtype}"
     if leaf.requires_grad != want.requires_grad:
         return f"requires_grad {leaf.requires_grad} instead of {want.requires_grad}"
@@ -175,18 +205,16 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
-def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """The tensor's own strides where its elements fill a block of memory once each, else those of a contiguous one."""
-    if tensor.is_contiguous():
-        return tensor.stride()
+def dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """`stride` where the elements of such a tensor fill a block of memory once each, else those of a contiguous one."""
     expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
+    for size, step in sorted(zip(shape, stride, strict=True), key=lambda pair: pair[1]):
         if size == 1:
             continue
-        if stride != expected:
-            return torch.empty(tensor.shape, device="meta").stride()
+        if step != expected:
+            return tuple(torch.empty(shape, device="meta").stride())
         expected *= size
-    return tensor.stride()
+    return tuple(stride)
 
 
 class _Gate(torch.autograd.Function):
@@ -215,4 +243,6 @@ def alias(tensor: Tensor) -> Tensor:
 
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors of a nesting, in the order of its spec."""
+    if isinstance(value, Tensor):
+        return [value]
     return [leaf for leaf in pytree.tree_flatten(value)[0] if isinstance(leaf, Tensor)]

@@ -8,7 +8,8 @@ the other way, how many of ours it has consumed, those are done for certain:
     rank 0   ◄──B0 (ack 1)──   rank 1          rank 0 lets go of F0
 
 so memory is O(in flight) and nothing blocks. Where nothing travels back (evaluation), a sender holds at most
-`ONE_WAY` messages and then waits for the oldest. On a GPU a finished send says so itself.
+`ONE_WAY` messages and then waits for the oldest. Backends that can be asked (NCCL, threads) are. Packets that are
+done are used again: what is sent in every step is laid out once.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.runtime.boundary import Header, Layout
+from engine.runtime.boundary import Header, Layout, Packet
 from engine.runtime.transport import Channel, Edge, Transport, Work
 
 ONE_WAY = 2
+Key = tuple[int, str]  # pipeline rank of the peer, "F" or "B"
 
 
 class Pending(NamedTuple):
@@ -32,7 +34,44 @@ class Pending(NamedTuple):
     work: Work
     buffer: Tensor
     layout: Layout
-    edge: Edge
+    key: Key
+
+
+class _Outgoing:
+    """The sending end of a channel: what is under way, and packets to use again."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self._under_way: deque[tuple[Work, Layout, Packet]] = deque()
+        self._done = 0
+        self._spare: dict[Layout, list[Packet]] = {}
+
+    def packet(self, layout: Layout, device: torch.device) -> Packet:
+        spare = self._spare.get(layout)
+        return spare.pop() if spare else layout.packet(device)
+
+    def send(self, layout: Layout, packet: Packet) -> None:
+        while self._under_way and self._under_way[0][0].done():
+            self._finish()
+        self._under_way.append((self.channel.isend(packet.buffer), layout, packet))
+
+    def acknowledge(self, consumed: int) -> None:
+        """The other side has consumed so many of our messages, counted over the whole run."""
+        while self._under_way and self._done < consumed:
+            self._finish()
+
+    def limit(self, most: int) -> None:
+        while len(self._under_way) > most:
+            self._finish()
+
+    def _finish(self) -> None:
+        work, layout, packet = self._under_way.popleft()
+        work.wait()
+        self._done += 1
+        self._spare.setdefault(layout, []).append(packet)
+
+    def __len__(self) -> int:
+        return len(self._under_way)
 
 
 class Links:
@@ -41,64 +80,57 @@ class Links:
     def __init__(self, transport: Transport, base: int, device: torch.device) -> None:
         self._transport = transport
         self._base = base
-        self._me = transport.rank
         self._device = device
-        self._sent: dict[Edge, deque[Work]] = {}
-        self._released: dict[Edge, int] = {}
-        self._consumed: dict[Edge, int] = {}
+        self._outgoing: dict[Key, _Outgoing] = {}
+        self._incoming: dict[Key, Channel] = {}
+        self._consumed: dict[Key, int] = {}
         self.bytes_sent = 0
 
     def post(self, peer: int, kind: str, layout: Layout) -> Pending:
         """Post the receive of the next message of `kind` ("F", "B") from pipeline rank `peer`."""
-        edge = Edge(self._base + peer, self._me, kind)
+        key = peer, kind
+        if key not in self._incoming:
+            self._incoming[key] = self._transport.channel(Edge(self._base + peer, self._transport.rank, kind))
+            self._consumed[key] = 0
         buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
-        return Pending(self._channel(edge).irecv(buffer), buffer, layout, edge)
+        return Pending(self._incoming[key].irecv(buffer), buffer, layout, key)
 
     def receive(self, pending: Pending, stage: int, microbatch: int) -> list[Tensor | None]:
         """Wait for a posted receive; its tensors. RuntimeError where it is not the message of (stage, microbatch)."""
         pending.work.wait()
+        peer, kind = pending.key
         try:
-            tensors, acknowledged = pending.layout.unpack(pending.buffer, Header(stage, microbatch, 0))
+            tensors, acknowledged = pending.layout.unpack(pending.buffer, stage, microbatch)
         except RuntimeError as error:
-            raise RuntimeError(f"message {pending.edge} out of step: {error}") from None
-        self._consumed[pending.edge] = self._consumed.get(pending.edge, 0) + 1
-        self._release(_opposite(pending.edge), acknowledged)
+            raise RuntimeError(f"message {kind} from rank {peer} of the pipeline is out of step: {error}") from None
+        self._consumed[pending.key] += 1
+        if acknowledged:
+            self._outgoing[peer, _OPPOSITE[kind]].acknowledge(acknowledged)
         return tensors
 
     def send(
         self, peer: int, kind: str, layout: Layout, tensors: Sequence[Tensor | None], stage: int, microbatch: int
     ) -> None:
         """Post the send of a message; returns without waiting for it."""
-        edge = Edge(self._me, self._base + peer, kind)
-        header = Header(stage, microbatch, self._consumed.get(_opposite(edge), 0))
-        buffer = layout.pack(tensors, header, self._device)
-        self._sent.setdefault(edge, deque()).append(self._channel(edge).isend(buffer))
+        key = peer, kind
+        if key not in self._outgoing:
+            edge = Edge(self._transport.rank, self._base + peer, kind)
+            self._outgoing[key] = _Outgoing(self._transport.channel(edge))
+        outgoing = self._outgoing[key]
+        packet = outgoing.packet(layout, self._device)
+        packet.fill(tensors, Header(stage, microbatch, self._consumed.get((peer, _OPPOSITE[kind]), 0)))
+        outgoing.send(layout, packet)
         self.bytes_sent += layout.nbytes
 
     def limit(self, most: int) -> None:
         """Wait for the oldest sends until no channel has more than `most` under way. 0: all are done."""
-        for edge, works in self._sent.items():
-            while len(works) > most:
-                works.popleft().wait()
-                self._released[edge] = self._released.get(edge, 0) + 1
+        for outgoing in self._outgoing.values():
+            outgoing.limit(most)
 
     @property
     def outstanding(self) -> int:
         """Messages held because their transfer is not known to be done."""
-        return sum(map(len, self._sent.values()))
-
-    def _release(self, edge: Edge, acknowledged: int) -> None:
-        works = self._sent.get(edge)
-        done = self._released.get(edge, 0)
-        while works and done < acknowledged:
-            works.popleft().wait()
-            done += 1
-        self._released[edge] = done
-
-    def _channel(self, edge: Edge) -> Channel:
-        return self._transport.channel(edge)
+        return sum(map(len, self._outgoing.values()))
 
 
-def _opposite(edge: Edge) -> Edge:
-    """The channel on which the other side acknowledges."""
-    return Edge(edge.dst, edge.src, "B" if edge.label == "F" else "F")
+_OPPOSITE = {"F": "B", "B": "F"}  # the channel on which the other side acknowledges

@@ -45,6 +45,9 @@ class Work(Protocol):
 
     def wait(self) -> None: ...
 
+    def done(self) -> bool:
+        """Known to be complete, without waiting. A backend that cannot be asked (gloo) says False until `wait`."""
+
 
 class Channel(Protocol):
     """One end of an edge. `bytes_sent` counts payload bytes of isend."""

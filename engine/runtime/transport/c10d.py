@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from engine.runtime.transport import Channel, Edge, PeerError, PeerLost, PeerTimeout, Work
 
 T = TypeVar("T")
+What = str | tuple[str, int, Edge]  # what was being done, or (send or receive, bytes, edge)
 SENDER, RECEIVER = 0, 1
 MAX_TAG = 2**31 - 1
 ABORT_TAG = 0  # a message of zero bytes is never sent, so no payload has this tag
@@ -31,6 +32,8 @@ REDUCIBLE = frozenset({
 
 def as_bytes(tensor: Tensor, edge: Edge) -> Tensor:
     """The memory of a contiguous tensor of any dtype as uint8 [n]: a view. ValueError where there is no such view."""
+    if tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous():
+        return tensor
     tensor = tensor.detach()
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise ValueError(f"{edge}: a channel carries contiguous tensors; call .contiguous().resolve_conj() first")
@@ -49,8 +52,11 @@ def tag_of(nbytes: int) -> int:
 class C10dTransport(ABC):
     """A rank's ends. Subclasses say how a process group is made (`_connect`) and torn down (`_break`).
 
-    `device`: where the tensors live. `timeout_s` limits connecting and every wait.
+    `device`: where the tensors live. `timeout_s` limits connecting and every wait. `pollable`: whether an operation
+    under way can be asked if it is complete.
     """
+
+    pollable = False
 
     def __init__(self, rank: int, world: int, store: Store, timeout_s: float, device: torch.device) -> None:
         self.rank = rank
@@ -117,12 +123,14 @@ class C10dTransport(ABC):
         try:
             return call()
         except RuntimeError as error:
-            raise self._peer_error(error, what, peer) from None
+            raise self.peer_error(error, what, peer) from None
 
     def _meet(self, name: str, rank: int, size: int, what: str, peer: int | None) -> Any:
         return self.translated(lambda: self._connect(PrefixStore(name, self._store), rank, size), what, peer)
 
-    def _peer_error(self, error: RuntimeError, what: str, peer: int | None) -> PeerError:
+    def peer_error(self, error: RuntimeError, doing: What, peer: int | None) -> PeerError:
+        """What the backend's error means, in our words."""
+        what = doing if isinstance(doing, str) else "{} of {} bytes on {}".format(*doing)
         whom = "" if peer is None else f", peer {peer}"
         text = (str(error).splitlines() or [type(error).__name__])[0]
         if self.aborted:
@@ -145,20 +153,23 @@ class C10dChannel:
         self._pending: set[C10dWork] = set()
 
     def isend(self, tensor: Tensor) -> Work:
-        data = as_bytes(tensor, self.edge)
-        work = self._post(data, "send", lambda: self.group.send([data], RECEIVER, tag_of(data.numel())))
-        self.bytes_sent += data.numel()
+        work = self._post(tensor, "send", self.group.send, RECEIVER)
+        self.bytes_sent += tensor.nbytes
         return work
 
     def irecv(self, tensor: Tensor) -> Work:
-        data = as_bytes(tensor, self.edge)
-        return self._post(data, "receive", lambda: self.group.recv([data], SENDER, tag_of(data.numel())))
+        return self._post(tensor, "receive", self.group.recv, SENDER)
 
-    def _post(self, data: Tensor, kind: str, call: Callable[[], Any]) -> Work:
-        if data.numel() == 0:  # both ends know that it is empty
+    def _post(self, tensor: Tensor, kind: str, call: Callable[..., Any], other: int) -> Work:
+        data = as_bytes(tensor, self.edge)
+        nbytes = data.numel()
+        if nbytes == 0:  # both ends know that it is empty
             return Finished()
-        what = f"{kind} of {data.numel()} bytes on {self.edge}"
-        handle = self._transport.translated(call, what, self._peer)
+        what = (kind, nbytes, self.edge)  # put into words only where something goes wrong
+        try:
+            handle = call([data], other, tag_of(nbytes))
+        except RuntimeError as error:
+            raise self._transport.peer_error(error, what, self._peer) from None
         work = C10dWork(self._transport, handle, data, what, self._peer, self._pending.discard)
         self._pending.add(work)
         return work
@@ -172,22 +183,32 @@ class C10dWork:
         transport: C10dTransport,
         handle: Any,
         tensor: Tensor,
-        what: str,
+        what: What,
         peer: int | None,
         ended: Callable[[C10dWork], None] = lambda work: None,
     ) -> None:
         self._transport, self._handle, self._tensor = transport, handle, tensor
         self._what, self._peer, self._ended = what, peer, ended
 
+    def done(self) -> bool:
+        return self._handle is None or bool(self._transport.pollable and self._handle.is_completed())
+
     def wait(self) -> None:
-        if self._handle is not None:
-            self._transport.translated(self._handle.wait, self._what, self._peer)
-            self._ended(self)
-            self._handle = None
+        if self._handle is None:
+            return
+        try:
+            self._handle.wait()
+        except RuntimeError as error:
+            raise self._transport.peer_error(error, self._what, self._peer) from None
+        self._ended(self)
+        self._handle = None
 
 
 class Finished:
     """The work of an operation on nothing."""
+
+    def done(self) -> bool:
+        return True
 
     def wait(self) -> None:
         return None

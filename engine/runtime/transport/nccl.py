@@ -25,6 +25,8 @@ from engine.runtime.transport.c10d import RECEIVER, SENDER, C10dTransport
 class NcclTransport(C10dTransport):
     """`device`: this rank's own GPU; two ranks cannot share one. Carries device tensors."""
 
+    pollable = True
+
     def open(self, edges: Sequence[Edge]) -> None:
         super().open(edges)
         nothing = torch.zeros(1, dtype=torch.uint8, device=self.device)

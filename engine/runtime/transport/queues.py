@@ -24,23 +24,26 @@ from engine.runtime.transport.patience import Patience
 class Operation:
     """A send or a receive: a Work."""
 
-    __slots__ = ("_peer", "_queues", "done", "error", "kind", "mark", "tensor")
+    __slots__ = ("_peer", "_queues", "complete", "error", "kind", "mark", "tensor")
 
     def __init__(self, kind: str, tensor: Tensor, queues: Queues, peer: int) -> None:
         self.kind = kind
         self.tensor: Tensor | None = tensor
-        self.done = False
+        self.complete = False
         self.error: str | None = None
         self.mark = mark(tensor)
         self._queues = queues
         self._peer = peer
 
+    def done(self) -> bool:
+        return self.complete
+
     def wait(self) -> None:
-        if not self.done:
+        if not self.complete:
             queues = self._queues
             what = f"{self.kind} on {queues.edge}, peer {self._peer}"
             with queues.condition:
-                queues.patience.wait(queues.condition, lambda: self.done, what, self._peer)
+                queues.patience.wait(queues.condition, lambda: self.complete, what, self._peer)
         if self.error:
             raise RuntimeError(self.error)
         after(self.mark)
@@ -92,7 +95,7 @@ def _complete(send: Operation, receive: Operation, edge: Edge) -> None:
         send.mark = receive.mark = mark(target)
     for operation in (send, receive):
         operation.tensor = None
-        operation.done = True
+        operation.complete = True
 
 
 def mark(tensor: Tensor) -> torch.cuda.Event | None:

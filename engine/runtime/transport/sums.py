@@ -67,6 +67,9 @@ class _Sum:
         self._group, self._round, self._tensor = group, current, tensor
         self._copied = False
 
+    def done(self) -> bool:
+        return self._copied
+
     def wait(self) -> None:
         group, current = self._group, self._round
         with group.condition:
