@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from engine.job import Job
-from engine.plan.actions import Action
 from engine.runtime.build import DTYPES, Wiring
-from engine.runtime.executor import Executor, Feed
+from engine.runtime.executor import Executor, Feed, Row, row_of
 from engine.runtime.losses import Loss
 from engine.runtime.microbatch import Batches, offsets, passes, sizes, take
 from engine.runtime.source import dataset, loader, pair, to_device
@@ -42,7 +41,7 @@ class Evaluation:
         self._batches = Batches(job.eval_samples, size, job.replicas, job.settings.seed, shuffle=False)
         self._first, self._last = 0 in stages, job.placement.stages - 1 in stages
         self._data: Any = None
-        self._rows: dict[int, list[Action]] = {}
+        self._rows: dict[int, Row] = {}
 
     def run(self, steps_done: int) -> list[dict[str, Any]]:
         """Evaluate; on the last stage's rank a list of one record (see `engine.records`), else an empty one."""
@@ -103,9 +102,9 @@ class Evaluation:
         count = self._batches.per_epoch
         return loader(self._job.settings.data, self._data, self._batches, self._replica, count, self._device)
 
-    def _row(self, microbatches: int) -> list[Action]:
+    def _row(self, microbatches: int) -> Row:
         if microbatches not in self._rows:
-            self._rows[microbatches] = list(self._job.evaluations[microbatches].actions(self._executor.rank))
+            self._rows[microbatches] = row_of(self._job.evaluations[microbatches], self._executor.rank)
         return self._rows[microbatches]
 
     def _borrow(self) -> list[tuple[Tensor, Tensor]]:

@@ -23,13 +23,20 @@ import torch
 from torch import Tensor
 
 from engine.job import MessageSpec
-from engine.plan.actions import Action, Op, Placement
+from engine.plan.actions import Action, Op, Placement, Program
 from engine.plan.timeline import Kind
 from engine.runtime.boundary import Layout, Message, tensors_of
 from engine.runtime.links import ONE_WAY, Links, Pending
 from engine.runtime.position import here
 from engine.runtime.stage import Draw, Stage
 from engine.runtime.trace import Tracer
+
+Row = Sequence[tuple[int, Action]]
+
+
+def row_of(program: Program, rank: int) -> Row:
+    """A rank's row as the executor takes it: each action, packed and unpacked."""
+    return list(zip(program.rows[rank].tolist(), program.actions(rank), strict=True))
 
 
 @dataclass
@@ -71,6 +78,7 @@ class Executor:
         self.tracer = tracer
         self.peak_in_flight = 0
         self.peak_bytes = 0
+        self.when_idle: Callable[[], None] | None = None  # done once, when the rank next waits for a message
         self._specs = specs
         self._messages: dict[tuple[str, int, int], Message] = {}
         self._feed: Feed
@@ -88,13 +96,13 @@ class Executor:
             Op.STEP: lambda _, __: step(),
         }
 
-    def run(self, row: Sequence[Action], feed: Feed) -> None:
+    def run(self, row: Row, feed: Feed) -> None:
         """Execute one row. In evaluation (no graph is kept) the row holds forwards only."""
         self._feed = feed
         position = here()
         with torch.set_grad_enabled(feed.training):
-            for action in row:
-                position[0] = action.pack()
+            for code, action in row:
+                position[0] = code
                 try:
                     self._do[action.op](action.stage, action.microbatch)
                 except BaseException as error:
@@ -174,6 +182,9 @@ class Executor:
         key = (op, stage, microbatch)
         if key in self._handed:
             return self._handed.pop(key)
+        if self.when_idle is not None:
+            work, self.when_idle = self.when_idle, None
+            work()
         start = self.tracer.mark()
         tensors = self.links.receive(self._posted.pop(key), stage - 1 if op is Op.RECV_F else stage + 1, microbatch)
         kind = Kind.WAIT_F if op is Op.RECV_F else Kind.WAIT_B

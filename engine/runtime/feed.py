@@ -1,17 +1,24 @@
-"""From a replica's share of a global batch to what the executor is fed, pass by pass."""
+"""From the data set to what the executor is fed: a replica's share of a global batch, pass by pass.
+
+The share of step t+1 is fetched in step t, when the rank first waits for a message: loading hides in the bubble, in
+the same thread, so that a data set that draws random numbers draws them in the same order in every run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from engine.job import Job
 from engine.plan.timeline import Kind
+from engine.runtime.build import DTYPES
 from engine.runtime.executor import Feed
 from engine.runtime.losses import Loss
-from engine.runtime.microbatch import offsets, take
+from engine.runtime.microbatch import Batches, offsets, passes, sizes, take
+from engine.runtime.source import dataset, loader, pair, to_device
 from engine.runtime.stage import Draw
 from engine.runtime.trace import Tracer
 
@@ -58,6 +65,70 @@ class Share:
             loss=loss,
             count=count,
         )
+
+
+class Shares:
+    """The shares of one replica, as far as a rank needs them: inputs on the first stage's, targets on the last's.
+
+    `legal(m)`: the largest number of micro-batches, at most m, for which there is a program. Ranks in the middle open
+    no data set. Waiting for data is traced.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        replica: int,
+        ends: tuple[bool, bool],
+        device: torch.device,
+        tracer: Tracer,
+        legal: Callable[[int], int],
+    ) -> None:
+        settings = job.settings
+        shuffle = bool(settings.data.get("shuffle", True))
+        self.batches = Batches(
+            job.train_samples, settings.train.global_batch_size, job.replicas, settings.seed, shuffle
+        )
+        self.steps = self.batches.steps(settings.train.steps, settings.train.epochs)
+        self._job, self._replica, self._device, self._tracer, self._legal = job, replica, device, tracer, legal
+        self._first, self._last = ends
+        self._held: dict[int, Share] = {}
+        self._data: Iterator[Any] = iter(())
+        if self._first or self._last:
+            data = dataset(settings.data, evaluation=False)
+            assert data is not None
+            self._data = loader(settings.data, data, self.batches, replica, self.steps, device)
+
+    def take(self, step: int) -> Share:
+        """The share of a step; steps are taken in order."""
+        self.fetch(step)
+        return self._held.pop(step)
+
+    def fetch(self, step: int) -> None:
+        """Load the share of a step ahead; nothing where it is loaded already or the run has no such step."""
+        if step in self._held or step >= self.steps:
+            return
+        settings = self._job.settings
+        rows = sizes(self.batches.count(step), self._job.replicas)[self._replica]
+        pieces = passes(rows, settings.train.accumulate, settings.pipeline.microbatches, self._legal)
+        given = target = None
+        if pieces and (self._first or self._last):
+            start = self._tracer.mark()
+            given, target = pair(next(self._data))
+            dtype = DTYPES[settings.precision]
+            given = to_device(given, self._device, dtype) if self._first else None
+            target = to_device(target, self._device, dtype) if self._last else None
+            self._tracer.add(Kind.WAIT_DATA, -1, -1, start, self._tracer.mark())
+        self._held[step] = Share(given, target, pieces)
+
+    def counted(self, share: Share, loss: Loss) -> float:
+        """What a share counts for the loss; 0 on ranks that compute none."""
+        if not self._last:
+            return 0.0
+        total, row = 0.0, 0
+        for rows in (rows for piece in share.pieces for rows in piece):
+            total += loss.count(share.target_of(row, rows), self._job.boundaries["train", rows][-1])
+            row += rows
+        return total
 
 
 class Count:

@@ -9,25 +9,24 @@ The same code runs in a process and in a thread; what differs is the transport a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.collectives.background import ReduceThread
 from engine.collectives.buckets import Reducer
 from engine.job import Job, MessageSpec
-from engine.plan.actions import Action
 from engine.plan.timeline import Kind
 from engine.records import encode
-from engine.runtime.build import DTYPES, Wiring, build_optimizer, build_stages, device_of, norms_of
+from engine.runtime.build import Wiring, build_optimizer, build_stages, device_of, norms_of
 from engine.runtime.evaluate import Evaluation
-from engine.runtime.executor import Executor
-from engine.runtime.feed import Count, Share
+from engine.runtime.executor import Executor, Row, row_of
+from engine.runtime.feed import Count, Share, Shares
 from engine.runtime.links import Links
 from engine.runtime.losses import make_loss
-from engine.runtime.microbatch import Batches, passes, sizes
-from engine.runtime.source import dataset, loader, pair, to_device
 from engine.runtime.trace import tracer_for
 from engine.runtime.transport import Transport
 from engine.runtime.update import Update
@@ -65,12 +64,11 @@ class Worker:
         self.executor = Executor(
             self.rank, job.placement, self.stages, self.links, self.tracer, self._specs, self._reduce, self._step
         )
-        shuffle = bool(settings.data.get("shuffle", True))
-        self.batches = Batches(
-            job.train_samples, settings.train.global_batch_size, job.replicas, settings.seed, shuffle
-        )
+        ends = self.first_here, self.last_here
+        self.shares = Shares(job, self.replica, ends, self.device, self.tracer, self._legal)
         self.evaluation = Evaluation(job, self.replica, self.device, self.executor, self.stages, self.wiring, self.loss)
-        self._rows: dict[tuple[str, int], list[Action]] = {}
+        self._rows: dict[tuple[str, int], Row] = {}
+        self._unsent: tuple[dict[str, Any], npt.NDArray[np.int64]] | None = None
         self._norm: float | None = None
         self._local_norm = 0.0
 
@@ -86,42 +84,50 @@ class Worker:
         """All steps, and the evaluations between and after them."""
         hello = {"rank": self.world_rank, "pid": os.getpid(), "device": str(self.device)}
         self.post(encode("ready", hello | {"threads": torch.get_num_threads()}))
-        every = self.job.settings.eval.every
-        steps = self.batches.steps(self.job.settings.train.steps, self.job.settings.train.epochs)
-        data = self._samples(steps)
-        self.tracer.pause_ended()
-        for step in range(steps):
-            self._one_step(step, data)
-            done = step + 1
-            if every != 0 and (done == steps or (every is not None and done % every == 0)):
-                for record in self.evaluation.run(done):
-                    self.post(encode("evaluation", {"rank": self.world_rank} | record))
-                self.tracer.pause_ended()
+        try:
+            self._train()
+        finally:
+            self._flush()
         self.links.limit(0)
         self.reduce_thread.close()
         self.post(encode("done", {"rank": self.world_rank}))
 
+    def _train(self) -> None:
+        every, steps = self.job.settings.eval.every, self.shares.steps
+        self.shares.fetch(0)
+        self.tracer.pause_ended()
+        for step in range(steps):
+            self._one_step(step)
+            done = step + 1
+            if every != 0 and (done == steps or (every is not None and done % every == 0)):
+                self._flush()
+                for record in self.evaluation.run(done):
+                    self.post(encode("evaluation", {"rank": self.world_rank} | record))
+                self.tracer.pause_ended()
+
     # -- one step --------------------------------------------------------------------------------------------------
 
-    def _one_step(self, step: int, data: Iterator[Any]) -> None:
+    def _one_step(self, step: int) -> None:
         trace = self.job.settings.trace.every
         self.tracer.on = trace > 0 and step % trace == 0
         self.executor.peak_in_flight = self.executor.peak_bytes = 0
         lr, sent, reduced = self.update.lr, self.links.bytes_sent, self._reduce_bytes
-        share = self._share(step, data)
-        count = Count(self._counted(share), self.wiring.sum_counts, self.tracer)
+        share = self.shares.take(step)
+        count = Count(self.shares.counted(share, self.loss), self.wiring.sum_counts, self.tracer)
         feeds = share.feeds(step, self.replica, self.loss, count)
+        self.executor.when_idle = lambda: self._meanwhile(step)
         for feed in feeds[:-1]:
             self.executor.run(self._row("pass", len(feed.sizes)), feed)
         last = feeds[-1] if feeds else Share(None, None, [[]]).feeds(step, self.replica, self.loss, count)[0]
         self.executor.run(self._row("step", len(last.sizes)), last)
         losses = [float(value) for feed in feeds for _, value in sorted(feed.losses.items())]
         spans, window = self.tracer.finish()
+        self._flush()  # of the step before, where this one never waited
         record = {
             "rank": self.world_rank,
             "step": step,
-            "epoch": step // self.batches.per_epoch,
-            "samples": self.batches.count(step),
+            "epoch": step // self.shares.batches.per_epoch,
+            "samples": self.shares.batches.count(step),
             "microbatches": max((len(piece) for piece in share.pieces), default=0),
             "lr": lr,
             "grad_norm": self._norm,
@@ -134,52 +140,26 @@ class Worker:
             "reduce_bytes_sent": self._reduce_bytes - reduced,
             "window": list(window),
         }
-        self.post(encode("step", record, {"spans": spans}))
+        self._unsent = record, spans
 
-    def _samples(self, steps: int) -> Iterator[Any]:
-        """This replica's batches; nothing is opened on a rank that holds no end of the pipeline."""
-        if not (self.first_here or self.last_here):
-            return iter(())
-        data = dataset(self.job.settings.data, evaluation=False)
-        assert data is not None
-        return loader(self.job.settings.data, data, self.batches, self.replica, steps, self.device)
+    def _meanwhile(self, step: int) -> None:
+        """What can be done while the rank waits: report the step before, load the next one's samples."""
+        self._flush()
+        self.shares.fetch(step + 1)
 
-    def _share(self, step: int, data: Iterator[Any]) -> Share:
-        """This replica's share of the step's batch; the wait for it is traced."""
-        settings = self.job.settings
-        rows = sizes(self.batches.count(step), self.job.replicas)[self.replica]
-        pieces = passes(rows, settings.train.accumulate, settings.pipeline.microbatches, self._legal)
-        if not pieces or not (self.first_here or self.last_here):
-            return Share(None, None, pieces)
-        start = self.tracer.mark()
-        given, target = pair(next(data))
-        dtype = DTYPES[settings.precision]
-        share = Share(
-            to_device(given, self.device, dtype) if self.first_here else None,
-            to_device(target, self.device, dtype) if self.last_here else None,
-            pieces,
-        )
-        self.tracer.add(Kind.WAIT_DATA, -1, -1, start, self.tracer.mark())
-        return share
-
-    def _counted(self, share: Share) -> float:
-        """What this replica's share counts; 0 on ranks that compute no loss."""
-        if not self.last_here:
-            return 0.0
-        total, row = 0.0, 0
-        for rows in (rows for piece in share.pieces for rows in piece):
-            output = self.job.boundaries["train", rows][-1]
-            total += self.loss.count(share.target_of(row, rows), output)
-            row += rows
-        return total
+    def _flush(self) -> None:
+        """Post the record that is held back."""
+        if self._unsent is not None:
+            (record, spans), self._unsent = self._unsent, None
+            self.post(encode("step", record, {"spans": spans}))
 
     # -- what the executor asks for --------------------------------------------------------------------------------
 
-    def _row(self, kind: str, microbatches: int) -> list[Action]:
+    def _row(self, kind: str, microbatches: int) -> Row:
         """This rank's row of the program for so many micro-batches, unpacked once."""
         if (kind, microbatches) not in self._rows:
             programs = self.job.steps if kind == "step" else self.job.passes
-            self._rows[kind, microbatches] = list(programs[microbatches].actions(self.rank))
+            self._rows[kind, microbatches] = row_of(programs[microbatches], self.rank)
         return self._rows[kind, microbatches]
 
     def _legal(self, microbatches: int) -> int:
