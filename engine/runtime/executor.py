@@ -207,12 +207,16 @@ class Executor:
         self.tracer.add(Kind(int(op)), stage, microbatch, start, self.tracer.mark())
 
     def _recv_f(self, stage: int, microbatch: int) -> None:
-        peer, layout = self.placement.rank(stage - 1, microbatch), self._message(stage - 1, microbatch).forward
-        self._posted[Op.RECV_F, stage, microbatch] = self.links.post(peer, "F", layout)
+        self._post(Op.RECV_F, stage, stage - 1, microbatch, self._message(stage - 1, microbatch).forward)
 
     def _recv_b(self, stage: int, microbatch: int) -> None:
-        peer, layout = self.placement.rank(stage + 1, microbatch), self._message(stage, microbatch).backward
-        self._posted[Op.RECV_B, stage, microbatch] = self.links.post(peer, "B", layout)
+        self._post(Op.RECV_B, stage, stage + 1, microbatch, self._message(stage, microbatch).backward)
+
+    def _post(self, op: Op, stage: int, neighbour: int, microbatch: int, layout: Layout) -> None:
+        start = self.tracer.mark()
+        peer = self.placement.rank(neighbour, microbatch)
+        self._posted[op, stage, microbatch] = self.links.post(peer, "F" if op is Op.RECV_F else "B", layout)
+        self.tracer.add(Kind(int(op)), stage, microbatch, start, self.tracer.mark())
 
     def _message(self, producer: int, microbatch: int) -> Message:
         """What stage `producer` hands on for a micro-batch."""
