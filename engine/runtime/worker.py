@@ -36,7 +36,14 @@ Post = Callable[[bytes], None]
 
 def run(job: Job, rank: int, transport: Transport, post: Post) -> None:
     """Train as world rank `rank`; returns when all of its work is done. Exceptions say where (see `executor`)."""
-    Worker(job, rank, transport, post).run()
+    with torch.cuda.stream(_own_stream(job, rank)):
+        Worker(job, rank, transport, post).run()
+
+
+def _own_stream(job: Job, rank: int) -> torch.cuda.Stream | None:
+    """A stream for a rank that shares its GPU with others, so that they can compute at the same time."""
+    device = device_of(job, rank)
+    return torch.cuda.Stream(device) if device.type == "cuda" and job.settings.launch == "threads" else None
 
 
 class Worker:
