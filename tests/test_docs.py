@@ -1,0 +1,111 @@
+"""What README and docs/architecture.md say: every file they name exists, every key is one, the example runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.config import CONF
+from engine.settings import Settings
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+CONFIG: dict[str, Any] = yaml.safe_load((CONF / "config.yaml").read_text())
+CHOSEN = {name: choice for entry in CONFIG["defaults"] if isinstance(entry, dict) for name, choice in entry.items()}
+GROUPS = {name: choice for name, choice in CHOSEN.items() if not name.startswith("override ")}
+KEYS = re.findall(r"^\| `([a-z_.]+)`[^|]*\|(.*)\| `([^`]+)` \|$", README, re.MULTILINE)
+
+
+def sources() -> list[str]:
+    folders = ("engine", "models", "conf", "scripts")
+    found = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())
+    wanted = (path for path in found if "__pycache__" not in path.parts and path.stat().st_size)
+    return sorted(path.relative_to(ROOT).as_posix() for path in wanted)
+
+
+def described(text: str) -> set[str]:
+    """The paths of an indented tree: two more spaces are one folder deeper; a line may name several files."""
+    paths: set[str] = set()
+    above: list[str] = []
+    for line in text.splitlines():
+        if not (match := re.match(r"^    ( *)((?:[\w.]+/?(?: |$))+)", line)):
+            above = above if line.startswith("    ") else []
+            continue
+        above = above[: len(match[1]) // 2]
+        for name in match[2].split():
+            paths.add("/".join([*above, name.rstrip("/")]))
+        if match[2].split()[0].endswith("/"):
+            above.append(match[2].split()[0].rstrip("/"))
+    return paths
+
+
+def test_a_tree_is_read_as_it_is_drawn() -> None:
+    tree = "    a/\n      b.py c.py   both\n      d/    a folder\n        e\n    f.py    another\n"
+    assert described(tree) == {"a", "a/b.py", "a/c.py", "a/d", "a/d/e", "f.py"}
+
+
+@pytest.mark.parametrize("path", sources())
+def test_architecture_describes_every_file(path: str) -> None:
+    group = path.startswith("conf/") and path.count("/") == 2  # the choices of a group are not listed one by one
+    assert (path.rpartition("/")[0] if group else path) in described(ARCHITECTURE), (
+        "give it a line in docs/architecture.md, section Files"
+    )
+
+
+def test_trees_name_no_file_that_does_not_exist() -> None:
+    for text in (README, ARCHITECTURE):
+        tree = text[text.index("\n## Files") :].partition("\n## ")[2].partition("\n## ")[0]
+        assert [path for path in described(tree) if not (ROOT / path).exists()] == []
+
+
+def test_the_table_of_keys_was_found() -> None:
+    named = {key for key, _, _ in KEYS}
+    sections = {"plan", *GROUPS, *Settings.__dataclass_fields__}
+    assert sections <= {key.partition(".")[0] for key in named}
+
+
+@pytest.mark.parametrize(("key", "meaning", "default"), KEYS, ids=[key for key, _, _ in KEYS])
+def test_keys_and_their_defaults_are_those_of_the_configuration(key: str, meaning: str, default: str) -> None:
+    if key in GROUPS:
+        value = GROUPS[key]
+        choices = {path.stem for path in (CONF / key).glob("*.yaml")}
+        assert key == "experiment" or choices <= set(re.findall(r"`(\w+)`", meaning))
+    else:
+        first, *rest = key.split(".")
+        value = (
+            yaml.safe_load((CONF / first / f"{GROUPS[first]}.yaml").read_text()) if first in GROUPS else CONFIG[first]
+        )
+        for part in rest:
+            value = value[part]
+    assert ("null" if value is None else str(value)) == default
+
+
+@pytest.mark.process
+def test_the_example_of_a_users_own_files_runs(tmp_path: Path) -> None:
+    files = re.findall(r"^`([\w/.]+)`\n\n```\w+\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    assert {name for name, _ in files} > {"my_model.py", "conf/model/tower.yaml"}
+    for name, content in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    arguments = re.findall(r"^    path/to/scripts/run (.*)$", README, re.MULTILINE)
+    assert len(arguments) == 1
+    command = [sys.executable, "-m", "engine", *arguments[0].split(), f"hydra.run.dir={tmp_path / 'run'}"]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    claimed = re.search(r"steps 76, samples 2400; loss 1\.103 -> ([\d.]+)", README)
+    assert claimed
+    assert summary["steps"] == 76
+    assert summary["loss"]["last"] == pytest.approx(float(claimed[1]), abs=0.05)
+    assert summary["evaluation"]["samples"] == 150
