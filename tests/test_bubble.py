@@ -55,7 +55,9 @@ def moment_by_moment(what: Timeline, ranks: int) -> np.ndarray:
     spans = list(what)
     table = np.zeros((what.ranks, len(NAMES)), dtype=np.int64)
     for rank, (begin, finish) in enumerate(what.windows.tolist()):
-        own = [(i, s) for i, s in enumerate(spans) if s.rank == rank and s.start < s.end]
+        mine = [(i, clipped(s, begin, finish)) for i, s in enumerate(spans) if s.rank == rank]
+        own = [(i, awaited(s, mine, spans, ranks)) for i, s in mine]
+        own = [(i, s) for i, s in own if s.start < s.end]
         busy = {t for _, s in own if s.kind in COMPUTE_KINDS for t in range(int(s.start), int(s.end))}
         busy = {t for t in busy if begin <= t < finish}
         first, last = (min(busy), max(busy)) if busy else (begin, begin - 1)
@@ -63,6 +65,19 @@ def moment_by_moment(what: Timeline, ranks: int) -> np.ndarray:
             now = [(i, s) for i, s in own if s.start <= t < s.end]
             table[rank, NAMES.index(name_of(t, now, spans, ranks, first, last))] += 1
     return table
+
+
+def clipped(s: Span, begin: int, finish: int) -> Span:
+    start = min(max(s.start, begin), finish)
+    return s._replace(start=start, end=max(start, min(max(s.end, begin), finish)))
+
+
+def awaited(s: Span, mine: list[tuple[int, Span]], spans: list[Span], ranks: int) -> Span:
+    """Loading within a wait for a message is awaited only once that message was issued."""
+    if s.kind != Kind.WAIT_DATA:
+        return s
+    waits = [(i, w) for i, w in mine if w.kind in (Kind.WAIT_F, Kind.WAIT_B) and w.start <= s.start and s.end <= w.end]
+    return s._replace(start=max([s.start, *(min(issued(i, w, spans, ranks), s.end) for i, w in waits)]))
 
 
 def name_of(t: int, now: list[tuple[int, Span]], spans: list[Span], ranks: int, first: int, last: int) -> str:
@@ -139,6 +154,21 @@ def test_a_step_by_hand() -> None:
         "fill": 18, "compute": 20, "reduce": 2, "other": 1, "drain": 19, "optimizer": 10,
     }  # fmt: skip
     assert (found.latency.tolist(), found.messages.tolist()) == ([2 + 3, 0], [2, 0])
+
+
+def test_loading_behind_a_wait_is_no_wait_for_data() -> None:
+    """Loaded from 12 to 40 while the gradient is awaited, which was issued at 30: only 30 to 40 was for the data."""
+    spans = [
+        (0, Kind.F, 0, 0, 0, 10),
+        (0, Kind.WAIT_B, 0, 0, 10, 41),
+        (0, Kind.WAIT_DATA, -1, -1, 12, 40),
+        (0, Kind.B, 0, 0, 41, 50),
+        (1, Kind.F, 1, 0, 0, 10),
+        (1, Kind.SEND_B, 1, 0, 30, 31),
+    ]
+    found = account(timeline(spans, (0, 50), (0, 50)), 2, 2)
+    assert by_name(found.table[0]) == {"compute": 19, "stall": 20, "data": 10, "transfer": 1}
+    assert found.messages.tolist() == [0, 0]
 
 
 def test_a_reduction_behind_a_computation_costs_nothing() -> None:

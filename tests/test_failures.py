@@ -167,7 +167,7 @@ def test_a_killed_worker_is_named(signum: signal.Signals, hurt: Run) -> None:
     hurt.assert_gone(GONE_S - (time.monotonic() - start))
     said = last_line(err)
     assert code == 1 and said.startswith("error: rank 1") and said.endswith(f"was killed by {signum.name}"), err
-
+    assert said.startswith("error: rank 1 (stage 1, micro-batch "), err
     assert hurt.file("error.txt").startswith("rank 1")
 
 

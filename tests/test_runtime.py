@@ -213,6 +213,15 @@ def test_an_error_says_where_it_happened() -> None:
     assert (error.stage, error.microbatch, error.action) == (1, 2, "1F2")
 
 
+def test_an_error_of_the_data_is_not_blamed_on_an_action() -> None:
+    """Samples are loaded while another step's message is awaited."""
+    data = {"_target_": "toys.Broken", "at": 20, "shuffle": False}
+    with pytest.raises(OSError, match="item 20") as caught:
+        run_threads(settings("1f1b", 2, 4, data=data))
+    error: Any = caught.value
+    assert (error.stage, error.microbatch, error.action) == (None, None, "loading the samples of step 1")
+
+
 def test_spans_and_windows_follow_one_another() -> None:
     """Windows of a rank are adjacent, spans lie inside them, and every action has one."""
     ran = run_threads(settings("1f1b", 2, 4, clip_norm=1.0))

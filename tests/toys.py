@@ -167,3 +167,16 @@ def failing(at: int = 2, width: int = 8, classes: int = 5) -> Layers:
         ("fails", lambda: Fails(at)),
         ("head", lambda: nn.Linear(width, classes)),
     ]
+
+
+class Broken(Tokens):
+    """A data set whose item `at` cannot be read, once the run has begun."""
+
+    def __init__(self, at: int = 20) -> None:
+        super().__init__()
+        self.at = at
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == self.at:
+            raise OSError(f"item {index} cannot be read")
+        return super().__getitem__(index)

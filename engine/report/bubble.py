@@ -12,7 +12,8 @@ Each moment of a rank's window belongs to the first of these that matches:
     transfer    the same after it was issued
     other       the rest: interpreter, launch
 
-so the nine add up to the window exactly, in integer nanoseconds, whatever the spans look like.
+so the nine add up to the window exactly, in integer nanoseconds, whatever the spans look like. A batch that is loaded
+while the rank waits for a message anyway is awaited only from the moment the message was issued.
 """
 
 from __future__ import annotations
@@ -77,16 +78,28 @@ def account(timeline: Timeline, ranks: int, stages: int) -> Account:
     named = _CLASS[timeline.kind]
     first, last = _compute_range(rank[named == _COMPUTE], start[named == _COMPUTE], end[named == _COMPUTE], windows)
 
-    classed = named != _NONE
-    by_kind = _Pieces(rank[classed], named[classed], start[classed], end[classed])
     waits = np.flatnonzero(np.isin(timeline.kind, MESSAGE_WAITS))
     send = sends_of(timeline, ranks, MESSAGE_WAITS)[waits]
     issued = np.where(send >= 0, timeline.start[send], end[waits])  # no send was seen: not issued while it waited
+    load, wait = _inside(rank, start, end, np.flatnonzero(named == _DATA), waits)
+    np.maximum.at(start, load, np.clip(issued[wait], start[load], end[load]))
+    classed = named != _NONE
+    by_kind = _Pieces(rank[classed], named[classed], start[classed], end[classed])
     by_message = _split(rank[waits], start[waits], end[waits], issued, first)
     everyone = np.arange(timeline.ranks)
     drains = _Pieces(everyone, np.full(timeline.ranks, _DRAIN), last, finish)
     table = _sweep([by_kind, *by_message, drains], begin, finish)
-    return Account(table[:, np.argsort(_COLUMN)], *_latencies(timeline, waits, issued, stages))
+    undisturbed = np.delete(np.arange(len(waits)), wait)
+    latencies = _latencies(timeline, waits[undisturbed], issued[undisturbed], stages)
+    return Account(table[:, np.argsort(_COLUMN)], *latencies)
+
+
+def _inside(rank: Ints, start: Ints, end: Ints, inner: Ints, outer: Ints) -> tuple[Ints, Ints]:
+    """Which spans lie within which on the same rank: pairs (index of a span, position in `outer`)."""
+    a, b = inner[:, None], outer[None, :]
+    found = (rank[a] == rank[b]) & (start[b] <= start[a]) & (end[a] <= end[b])
+    pairs = np.nonzero(found)
+    return inner[pairs[0]], pairs[1]
 
 
 def _compute_range(rank: Ints, start: Ints, end: Ints, windows: Ints) -> tuple[Ints, Ints]:

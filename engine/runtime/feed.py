@@ -113,12 +113,21 @@ class Shares:
         given = target = None
         if pieces and (self._first or self._last):
             start = self._tracer.mark()
-            given, target = pair(next(self._data))
+            given, target = self._load(step)
             dtype = DTYPES[settings.precision]
             given = to_device(given, self._device, dtype) if self._first else None
             target = to_device(target, self._device, dtype) if self._last else None
             self._tracer.add(Kind.WAIT_DATA, -1, -1, start, self._tracer.mark())
         self._held[step] = Share(given, target, pieces)
+
+    def _load(self, step: int) -> tuple[Any, Any]:
+        try:
+            return pair(next(self._data))
+        except Exception as error:
+            # It may happen in the middle of another step's action, which has nothing to do with it.
+            error.stage = error.microbatch = None  # type: ignore[attr-defined]
+            error.action = f"loading the samples of step {step}"  # type: ignore[attr-defined]
+            raise
 
     def counted(self, share: Share, loss: Loss) -> float:
         """What a share counts for the loss; 0 on ranks that compute none."""
