@@ -182,10 +182,10 @@ class Executor:
         key = (op, stage, microbatch)
         if key in self._handed:
             return self._handed.pop(key)
+        start = self.tracer.mark()
         if self.when_idle is not None:
             work, self.when_idle = self.when_idle, None
             work()
-        start = self.tracer.mark()
         tensors = self.links.receive(self._posted.pop(key), stage - 1 if op is Op.RECV_F else stage + 1, microbatch)
         kind = Kind.WAIT_F if op is Op.RECV_F else Kind.WAIT_B
         self.tracer.add(kind, stage, microbatch, start, self.tracer.mark())

@@ -51,10 +51,7 @@ class _Live:
 
 
 class Stage:
-    """Layers index..index+n of the model. `loss` is given on the last stage, `spec_in(rows)` on all but the first.
-
-    `step_count` is set by the executor before each backward of the last stage: what the global batch counted.
-    """
+    """Stage `index`: its layers, in order, on `device`; `seed` is the run's, `autocast` the context of its forwards."""
 
     def __init__(self, index: int, layers: Sequence[StageLayer], device: torch.device, seed: int) -> None:
         self.index = index
