@@ -5,7 +5,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from program_strategies import SYNCHRONOUS, executed, scheduled
+from program_strategies import PLAIN, executed, scheduled
 
 from engine.plan.actions import COMPUTE, RECVS, SENDS, Action, Op, Placement, Program
 from engine.plan.lowering import channels, lower
@@ -14,7 +14,7 @@ from engine.plan.simulate import compute_only
 from engine.plan.text import from_csv, to_csv
 from engine.plan.verify import verify
 
-programs = st.one_of(scheduled((*SYNCHRONOUS, "forward_only")), executed())
+programs = st.one_of(scheduled((*PLAIN, "forward_only")), executed())
 
 
 def rows(program: Program) -> list[list[Action]]:
@@ -58,7 +58,7 @@ def test_the_kth_send_of_a_channel_is_its_kth_receive(program):
     assert all(a != b for a, b, _ in sent)
 
 
-@given(scheduled((*SYNCHRONOUS, "forward_only")))
+@given(scheduled((*PLAIN, "forward_only")))
 def test_a_receive_is_posted_one_computation_ahead(program):
     """C003: no more than one, so buffers are bounded by what is in flight; no less, so it overlaps a computation."""
     for row in rows(lower(program, reduce=False, step=False)):

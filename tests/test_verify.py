@@ -27,11 +27,20 @@ Key = tuple[int, Op, int]
 def runs(program: Program) -> bool:
     """Whether the program lists a whole step, or a whole evaluation, and executes to its end."""
     rows = [list(program.actions(r)) for r in range(program.ranks)]
-    listed = Counter(a for row in rows for a in row)
+    if not all(paired(row) for row in rows):
+        return False
+    listed = Counter(a._replace(fused=False) for row in rows for a in row)
     tail = {a for a in listed if a.op in (Op.REDUCE, Op.STEP)}
     if {a: n for a, n in listed.items() if a not in tail} != dict(whole(program, listed)):
         return False
     return tail_whole(program, rows) and Interpreter(program, rows).ends()
+
+
+def paired(row: list[Action]) -> bool:
+    """Whether what is to overlap the next action is a computation, and the next one too, of no other pair."""
+    return not any(a.fused for a in row[-1:]) and all(
+        a.op in COMPUTE and b.op in COMPUTE and not b.fused for a, b in itertools.pairwise(row) if a.fused
+    )
 
 
 def whole(program: Program, listed: Counter[Action]) -> Counter[Action]:
@@ -81,6 +90,7 @@ class Interpreter:
         self.done: set[Key] = set()
         self.queues: dict[tuple, deque] = defaultdict(deque)
         self.arrived: set[tuple[int, int, str]] = set()
+        self.inside: dict[int, Key] = {}  # rank -> what the first of a pair made, while the pair is not done
         self.added: dict[tuple[int, int, str], int] = defaultdict(lambda: -1)
 
     def ends(self) -> bool:
@@ -135,6 +145,9 @@ class Interpreter:
                     return False
                 self.added[rank, a.stage, group] = a.microbatch
         self.done.add((a.stage, a.op, a.microbatch))
+        self.inside.pop(rank, None)
+        if a.fused:
+            self.inside[rank] = (a.stage, a.op, a.microbatch)
         return True
 
     def fed(self, rank: int, a: Action) -> bool:
@@ -145,7 +158,8 @@ class Interpreter:
             return True
         if self.lowered and self.place.rank(far, a.microbatch) != rank:
             return (a.stage, a.microbatch, "F" if forward else "B") in self.arrived
-        return self.has(far, (Op.F,) if forward else GRADIENT, a.microbatch)
+        left = all(at == rank or key[::2] != (far, a.microbatch) for at, key in self.inside.items())
+        return left and self.has(far, (Op.F,) if forward else GRADIENT, a.microbatch)
 
 
 def forms(program: Program) -> list[Program]:

@@ -5,9 +5,10 @@
     W(s, m)      waits for I(s, m)
     SEND(s, m)   waits for the action that made what it sends
 
-and every action waits for the one before it in its row. In a lowered program an action whose neighbour stage lives on
-another rank waits for the message instead: the SEND over there is reached, and its own RECV is posted in its row.
-A SEND never blocks its rank, and neither does a RECV.
+What the first of an overlapped pair made leaves its rank when the pair ends. Every action also waits for the one
+before it in its row. In a lowered program an action whose neighbour stage lives on another rank waits for the message
+instead: the SEND over there is reached, and its own RECV is posted in its row. A SEND never blocks its rank, and
+neither does a RECV.
 """
 
 from __future__ import annotations
@@ -125,6 +126,7 @@ def dependencies(flat: Flat) -> Dependencies:
         at = np.flatnonzero(flat.having(*way.users) & (flat.stage != beyond))
         neighbour[at] = source[flat.stage[at] + way.step, flat.microbatch[at]]
         posted[at] = flat.find(way.recv)[flat.stage[at], flat.microbatch[at]]
+    neighbour += (neighbour >= 0) & flat.fused[neighbour] & (flat.rank[neighbour] != flat.rank)
     return Dependencies(own, posted, neighbour)
 
 

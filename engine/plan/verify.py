@@ -17,7 +17,7 @@ from engine.plan.completeness import complete, in_range, messages_complete, pair
 from engine.plan.dependencies import Dependencies, Flat, dependencies, progress
 from engine.plan.refusal import InvalidProgram, first, place, refuse
 
-__all__ = ["InvalidProgram", "peak_in_flight", "verify"]
+__all__ = ["InvalidProgram", "peak_in_flight", "peak_kept", "verify"]
 
 MOST_LINKS = 8  # of a circle of waiting ranks, in a refusal
 Places = dict[tuple[int, int], int]  # (rank, stage) -> index of an action
@@ -55,10 +55,19 @@ def peak_in_flight(program: Program) -> list[int]:
 
     A rank with several stages counts (stage, micro-batch) pairs. A forward-only program keeps nothing.
     """
+    return _peaks(program, (Op.B, Op.I))
+
+
+def peak_kept(program: Program) -> list[int]:
+    """As `peak_in_flight`, but until the weight gradient too is computed: W needs part of what F left."""
+    return _peaks(program, (Op.B, Op.W))
+
+
+def _peaks(program: Program, ends: tuple[Op, ...]) -> list[int]:
     peaks = []
     for row in program.rows:
         op = row >> 56
-        change = (op == Op.F).astype(np.int64) - ((op == Op.B) | (op == Op.I))
+        change = (op == Op.F).astype(np.int64) - np.isin(op, ends)
         keeps = bool((change < 0).any())
         peaks.append(int(np.cumsum(change).max(initial=0)) if keeps else 0)
     return peaks
@@ -169,10 +178,11 @@ def _progress(flat: Flat, waits: Dependencies) -> None:
     links = []
     for head in circle[:MOST_LINKS]:
         source = int(waits.neighbour[head])
-        behind = flat.action(int(heads[flat.rank[source]]))
-        links.append(
-            f"{flat.action(head)} waits for {flat.action(source)}, which rank {flat.rank[source]} lists behind {behind}"
+        rank, behind = flat.rank[source], int(heads[flat.rank[source]])
+        where = (
+            f"where rank {rank} stands" if behind == source else f"which rank {rank} lists behind {flat.action(behind)}"
         )
+        links.append(f"{flat.action(head)} waits for {flat.action(source)}, {where}")
     if len(circle) > MOST_LINKS:
         links.append(f"and so on, through {len(circle)} ranks")
     blocker = flat.action(int(waits.neighbour[circle[0]]))

@@ -3,7 +3,25 @@
 Adding a schedule: write its file, decorate its function, import it below.
 """
 
-from engine.plan.schedules import forward_only, gpipe, naive, one_f_one_b
+from engine.plan.schedules import (
+    chimera,
+    csv_file,
+    dualpipe,
+    dualpipe_v,
+    forward_only,
+    gpipe,
+    hanayo,
+    interleaved_1f1b,
+    looped_bfs,
+    naive,
+    one_f_one_b,
+    v_half,
+    v_min,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+from engine.plan.schedules.forward_only import evaluation
 from engine.plan.schedules.registry import (
     SCHEDULES,
     ScheduleInfo,
@@ -16,10 +34,23 @@ __all__ = [
     "SCHEDULES",
     "ScheduleInfo",
     "build",
+    "chimera",
+    "csv_file",
+    "dualpipe",
+    "dualpipe_v",
+    "evaluation",
     "forward_only",
     "gpipe",
+    "hanayo",
+    "interleaved_1f1b",
     "largest_legal_microbatches",
+    "looped_bfs",
     "naive",
     "offered_schedules",
     "one_f_one_b",
+    "v_half",
+    "v_min",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
 ]

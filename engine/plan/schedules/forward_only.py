@@ -1,8 +1,7 @@
-"""Evaluation: every micro-batch goes forward, in order, and nothing comes back. Not offered as a training schedule."""
+"""Evaluation: every micro-batch goes forward, and nothing comes back. Not offered as a training schedule."""
 
-import numpy as np
-
-from engine.plan.actions import Op, Placement, Program, pack
+from engine.plan.actions import Placement, Program
+from engine.plan.schedules.listing import listed
 from engine.plan.schedules.registry import schedule
 
 
@@ -16,5 +15,14 @@ def forward_only(ranks: int, microbatches: int) -> Program:
 
     The same order as a training schedule's forwards, so the runtime needs no second path for evaluation.
     """
-    rows = tuple(pack(Op.F, rank, np.arange(microbatches)) for rank in range(ranks))
-    return Program("forward_only", Placement.linear(ranks), microbatches, rows)
+    return evaluation(Placement.linear(ranks), microbatches)
+
+
+def evaluation(placement: Placement, microbatches: int) -> Program:
+    """Forwards only where the stages of a training schedule lie; of two copies of a stage the first is used.
+
+    The deepest stage goes first, so that a rank with several chunks takes in a message before it sends many: channels
+    over which nothing comes back hold few.
+    """
+    one_way = Placement(placement.ranks, placement.rank_of[:1])
+    return listed("forward_only", one_way, microbatches, backward=False)

@@ -22,7 +22,10 @@ Requires = Callable[..., str | None]
 
 @dataclass(frozen=True)
 class ScheduleInfo:
-    """A schedule by name. `options` are its option names with their defaults; only `offered` ones are for users."""
+    """A schedule by name. `options` are its option names with their defaults; only `offered` ones are for users.
+
+    `ascending`: whether it promises that each stage adds its gradients in the order of the micro-batches.
+    """
 
     name: str
     summary: str
@@ -30,6 +33,7 @@ class ScheduleInfo:
     options: Mapping[str, Any]
     offered: bool = True
     requires: Requires | None = None
+    ascending: bool = True
 
     def complaint(self, ranks: int, microbatches: int, options: Mapping[str, Any]) -> str | None:
         """Why the schedule is not defined there, or None where it is."""
@@ -40,14 +44,14 @@ SCHEDULES: dict[str, ScheduleInfo] = {}
 
 
 def schedule(
-    name: str, summary: str, *, offered: bool = True, requires: Requires | None = None
+    name: str, summary: str, *, offered: bool = True, requires: Requires | None = None, ascending: bool = True
 ) -> Callable[[Callable[..., Program]], Callable[..., Program]]:
     """Register the decorated function under `name`."""
 
     def register(function: Callable[..., Program]) -> Callable[..., Program]:
         parameters = inspect.signature(function).parameters.values()
         options = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-        SCHEDULES[name] = ScheduleInfo(name, summary, function, options, offered, requires)
+        SCHEDULES[name] = ScheduleInfo(name, summary, function, options, offered, requires, ascending)
         return function
 
     return register

@@ -1,0 +1,137 @@
+"""schedule=csv: programs from files, ours and those that torch.distributed.pipelining writes."""
+
+from pathlib import Path
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+from program_strategies import EVERY
+from torch.distributed.pipelining import schedules as peer
+
+from engine.plan.lowering import lower
+from engine.plan.schedules import SCHEDULES, build, largest_legal_microbatches
+from engine.plan.simulate import Costs, figures, simulate
+from engine.plan.text import cells, to_csv
+from engine.plan.verify import InvalidProgram, verify
+
+PEER = {
+    "ScheduleInterleaved1F1B": "interleaved_1f1b",
+    "ScheduleLoopedBFS": "looped_bfs",
+    "ScheduleInterleavedZeroBubble": None,
+    "ScheduleZBVZeroBubble": "zb_v",
+    "ScheduleDualPipeV": "dualpipe_v",
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "program.csv"
+
+
+def theirs(name: str, ranks: int, microbatches: int):
+    """torch's schedule, on a stand-in for what it asks of its stages."""
+    stages = [MagicMock(stage_index=c * ranks, num_stages=ranks * 2, group_size=ranks, group_rank=0) for c in range(2)]
+    return getattr(peer, name)(stages, microbatches, scale_grads=False)
+
+
+@pytest.mark.parametrize("kind", ["compute_only", "compute_comms"])
+@pytest.mark.parametrize("name", PEER)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (3, 9)])
+def test_programs_that_torch_writes_are_schedules_here(name, kind, ranks, microbatches, path):
+    theirs(name, ranks, microbatches)._dump_csv(path, kind)
+    program = build("csv", ranks, microbatches, {"path": str(path)})
+    ascending = SCHEDULES["csv"].ascending
+    verify(program, ascending)
+    verify(lower(program, reduce=True, step=True), ascending)
+    costs = Costs.from_settings({}, program.placement, microbatches)
+    found = figures(program, simulate(program, costs))
+    assert {round(rank.busy, 9) for rank in found.per_rank} == {3 * microbatches}
+    if ours := PEER[name]:
+        mine = build(ours, ranks, microbatches)
+        assert found.bubble_cost == pytest.approx(figures(mine, simulate(mine, costs)).bubble_cost)
+        assert program.placement == mine.placement
+
+
+@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble", "ScheduleDualPipeV"])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (3, 7), (4, 9)])
+def test_these_are_action_for_action_the_same(name, ranks, microbatches, path):
+    """Also where M is no multiple of P, for which torch's interleaving takes rounds of another size."""
+    if name == "ScheduleInterleaved1F1B" and microbatches % max(1, microbatches // ranks):
+        microbatches += 1
+    theirs(name, ranks, microbatches)._dump_csv(path, "compute_only")
+    program = build("csv", ranks, microbatches, {"path": str(path)})
+    mine = build(PEER[name], ranks, microbatches)
+    for rank in range(ranks):
+        assert cells(program, rank) == cells(mine, rank)
+
+
+def test_breadth_first_backwards_in_descending_order_are_refused_only_where_the_order_is_promised(path):
+    theirs("ScheduleLoopedBFS", 2, 4)._dump_csv(path, "compute_only")
+    program = build("csv", 2, 4, {"path": str(path)})
+    with pytest.raises(InvalidProgram, match=r"0B3 must come after 0B2"):
+        verify(program)
+    assert [name for name, info in SCHEDULES.items() if not info.ascending] == ["csv"]
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+@pytest.mark.parametrize("name", EVERY)
+def test_our_programs_load_in_torch_and_here(name, lowered, path):
+    program = build(name, 4, 8)
+    written = lower(program, reduce=True, step=True) if lowered else program
+    path.write_text(to_csv(written))
+    again = build("csv", 4, 8, {"path": str(path)})
+    assert all(map(np.array_equal, again.rows, program.rows))
+    if program.placement.copies > 1:
+        with pytest.raises(ValueError, match="cannot be exported for torch"):
+            to_csv(written, for_torch=True)
+        return
+    path.write_text(to_csv(written, for_torch=True))
+    stage = MagicMock(stage_index=0, num_stages=program.stages, group_size=4, group_rank=0)
+    schedule = peer._PipelineScheduleRuntime([stage], 8, scale_grads=False)
+    schedule._load_csv(path, "compute_comms" if lowered else "compute_only")
+    assert schedule.stage_index_to_group_rank == dict(enumerate(program.placement.rank_of[0]))
+    order = schedule.pipeline_order_with_comms if lowered else schedule.pipeline_order
+    expected = [[c for c in cells(written, rank) if not c.endswith("STEP")] for rank in range(4)]
+    assert [[str(a) for a in order[rank]] for rank in range(4)] == expected
+
+
+def test_other_sizes_than_those_of_the_file_are_refused_with_its_own(path):
+    path.write_text(to_csv(build("1f1b", 3, 5)))
+    with pytest.raises(ValueError, match=r"use pipeline.ranks=3 pipeline.microbatches=5$"):
+        build("csv", 4, 8, {"path": str(path)})
+    assert largest_legal_microbatches("csv", 3, 9, {"path": str(path)}) == 5
+    assert largest_legal_microbatches("csv", 3, 4, {"path": str(path)}) is None
+
+
+def test_a_relative_path_starts_where_the_user_is(path, monkeypatch):
+    path.write_text(to_csv(build("1f1b", 2, 2)))
+    monkeypatch.chdir(path.parent)
+    assert build("csv", 2, 2, {"path": "program.csv"}).microbatches == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, r"schedule.path=.*program.csv cannot be read: No such file"),
+        (b"\xff\xfe", r"cannot be read: 'utf-8'"),
+        (b"", r"program.csv: the program is empty"),
+        (b"0F0,0B0\n1F0,1Q0\n", r"program.csv: row 1, cell 1: '1Q0' is not an action"),
+    ],
+)
+def test_files_that_hold_no_program_are_refused(path, content, complaint):
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=complaint):
+        build("csv", 2, 1, {"path": str(path)})
+
+
+@pytest.mark.parametrize("options", [{}, {"path": None}, {"path": 3}])
+def test_the_path_must_be_given(options):
+    with pytest.raises(ValueError, match=r"schedule.path=.* must name a CSV file"):
+        build("csv", 2, 4, options)
+
+
+def test_a_changed_file_is_read_again(path):
+    for microbatches in (2, 3):
+        path.write_text(to_csv(build("gpipe", 2, microbatches)))
+        assert build("csv", 2, microbatches, {"path": str(path)}).microbatches == microbatches
