@@ -1,7 +1,7 @@
 """Stages that cost a configured time and no processor: what is left of a step is the schedule and the engine.
 
 A layer is a tiny linear map that sleeps in its forward and in its backward. The map makes it a model like any other:
-it has weights to reduce and to update, and its loss falls.
+it has weights to reduce and to update, and its loss falls. Where the backward is done in halves, so is its sleep.
 """
 
 from __future__ import annotations
@@ -15,24 +15,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 Layers = list[tuple[str, Callable[[], nn.Module]]]
 Cost = float | Sequence[float]
 
 
-class _Sleep(torch.autograd.Function):
+class _Late(torch.autograd.Function):
     """The identity, late."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
-        ctx.backward_s = backward_s
+    def forward(ctx: Any, x: Tensor, forward_s: float, input_s: float, weight_s: float, later: Any) -> Tensor:
+        ctx.input_s, ctx.weight_s, ctx.later = input_s, weight_s, later
         _pause(x, forward_s)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        _pause(grad, ctx.backward_s)
-        return grad, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        if ctx.later is None:
+            _pause(grad, ctx.input_s + ctx.weight_s)
+        else:
+            _pause(grad, ctx.input_s)
+            ctx.later(partial(time.sleep, ctx.weight_s))
+        return grad, None, None, None, None
+
+
+def late(x: Tensor, forward_s: float, input_s: float, weight_s: float, later: Any = None) -> Tensor:
+    """`x`, late; so are its gradients.
+
+    Open to torch's overrides, so that whoever wants the weight gradients later can call it with `later`: it is given
+    what can wait, a function of no arguments, during the backward.
+    """
+    if has_torch_function_unary(x):
+        slow: Tensor = handle_torch_function(late, (x,), x, forward_s, input_s, weight_s)
+        return slow
+    return _Late.apply(x, forward_s, input_s, weight_s, later)
+
+
+late.takes_later = True  # type: ignore[attr-defined]
 
 
 def _pause(value: Tensor, seconds: float) -> None:
@@ -44,18 +64,20 @@ def _pause(value: Tensor, seconds: float) -> None:
 class Sleeper(nn.Module):
     """[N, ...] -> [N, width]: the first `width` values of a sample (zeros where it has fewer) through a linear map.
 
-    Costs in milliseconds. Both parts of the backward are slept as one, also where no input gradient is wanted.
+    Costs in milliseconds. Both parts of the backward are slept, also where no input gradient is wanted.
     """
 
     def __init__(self, width: int, forward_ms: float, input_backward_ms: float, weight_backward_ms: float) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
-        self.forward_s, self.backward_s = forward_ms / 1e3, (input_backward_ms + weight_backward_ms) / 1e3
+        self.forward_s, self.input_s, self.weight_s = (
+            ms / 1e3 for ms in (forward_ms, input_backward_ms, weight_backward_ms)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(1).to(self.linear.weight.dtype)
         fitted = F.pad(flat, (0, self.linear.in_features - flat.shape[1]))
-        return _Sleep.apply(self.linear(fitted), self.forward_s, self.backward_s)
+        return late(self.linear(fitted), self.forward_s, self.input_s, self.weight_s)
 
 
 def sleep(

@@ -180,3 +180,9 @@ class Broken(Tokens):
         if index == self.at:
             raise OSError(f"item {index} cannot be read")
         return super().__getitem__(index)
+
+
+def mlp(layers: int = 16, width: int = 8, classes: int = 5) -> Layers:
+    """As many layers as are wanted, so that every rank of a test can have several stages."""
+    blocks: Layers = [(f"block{i}", lambda: Block(width, width, 0.0)) for i in range(layers - 1)]
+    return [*blocks, ("head", lambda: nn.Linear(width, classes))]

@@ -6,35 +6,29 @@ is hooked, so the measured run computes exactly what any other run computes. Don
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
+from engine.runtime.graph import nodes
+
 
 def saved_bytes(ends: Sequence[Tensor], without: Sequence[Tensor]) -> int:
     """Bytes of the storages saved in the graph behind `ends`, those of `without` not counted."""
+    return storage_bytes((tensor for node in nodes(t.grad_fn for t in ends) for tensor in _saved(node)), without)
+
+
+def storage_bytes(tensors: Iterable[Tensor], without: Sequence[Tensor] = ()) -> int:
+    """Bytes of the storages behind `tensors`, each counted once, those of `without` not at all."""
     seen = {t.untyped_storage().data_ptr() for t in without}
     total = 0
-    for node in _nodes([t.grad_fn for t in ends]):
-        for tensor in _saved(node):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                total += storage.nbytes()
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
     return total
-
-
-def _nodes(roots: Sequence[Any]) -> Iterator[Any]:
-    queue = [node for node in roots if node is not None]
-    seen = set(queue)
-    while queue:
-        node = queue.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                queue.append(following)
 
 
 def _saved(node: Any) -> Iterator[Tensor]:

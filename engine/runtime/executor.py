@@ -6,7 +6,8 @@
                                               └──► loss (last stage)
     RECV_B ──post──┐
                    ▼ wait
-                   B ─────── input gradients ─────► SEND_B
+                   B, I ──── input gradients ─────► SEND_B
+                   W: the weight gradients that I has left
     REDUCE: start the replicas' reduction of a stage, in the background          STEP: wait for it, clip, update
 
 Neighbouring stages on one rank hand tensors over directly. An exception leaves with the attributes `stage`,
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,12 +32,17 @@ from engine.runtime.position import here
 from engine.runtime.stage import Draw, Stage
 from engine.runtime.trace import Tracer
 
-Row = Sequence[tuple[int, Action]]
+
+class Row(NamedTuple):
+    """A rank's row of a program as the executor takes it."""
+
+    actions: Sequence[tuple[int, Action]]  # packed and unpacked
+    halves: frozenset[tuple[int, int]]  # (stage, micro-batch) whose backward is I and W
 
 
 def row_of(program: Program, rank: int) -> Row:
-    """A rank's row as the executor takes it: each action, packed and unpacked."""
-    return list(zip(program.rows[rank].tolist(), program.actions(rank), strict=True))
+    actions = list(zip(program.rows[rank].tolist(), program.actions(rank), strict=True))
+    return Row(actions, frozenset((a.stage, a.microbatch) for _, a in actions if a.op is Op.I))
 
 
 @dataclass
@@ -82,12 +88,15 @@ class Executor:
         self._specs = specs
         self._messages: dict[tuple[str, int, int], Message] = {}
         self._feed: Feed
+        self._halves: frozenset[tuple[int, int]]
         self._posted: dict[tuple[Op, int, int], Pending] = {}
         self._handed: dict[tuple[Op, int, int], list[Tensor | None]] = {}
         self._outbox: dict[tuple[Op, int, int], list[Tensor | None]] = {}
         self._do: dict[Op, Callable[[int, int], None]] = {
             Op.F: self._forward,
-            Op.B: self._backward,
+            Op.B: lambda stage, microbatch: self._backward(Kind.B, stage, microbatch),
+            Op.I: lambda stage, microbatch: self._backward(Kind.I, stage, microbatch),
+            Op.W: self._weights,
             Op.SEND_F: self._send_f,
             Op.RECV_F: self._recv_f,
             Op.SEND_B: self._send_b,
@@ -98,10 +107,10 @@ class Executor:
 
     def run(self, row: Row, feed: Feed) -> None:
         """Execute one row. In evaluation (no graph is kept) the row holds forwards only."""
-        self._feed = feed
+        self._feed, self._halves = feed, row.halves
         position = here()
         with torch.set_grad_enabled(feed.training):
-            for code, action in row:
+            for code, action in row.actions:
                 position[0] = code
                 try:
                     self._do[action.op](action.stage, action.microbatch)
@@ -122,8 +131,9 @@ class Executor:
         start = self.tracer.mark()
         if feed.training:
             loss = (lambda output: feed.loss(output, target)) if last else None
+            halves = (stage, microbatch) in self._halves
             output, total = self.stages[stage].forward(
-                microbatch, received, given, message, feed.draw(microbatch), loss, rows
+                microbatch, received, given, message, feed.draw(microbatch), loss, rows, halves
             )
             if total is not None:
                 feed.losses[microbatch] = total
@@ -140,16 +150,25 @@ class Executor:
         if not last:
             self._hand_on(output, stage, microbatch)
 
-    def _backward(self, stage: int, microbatch: int) -> None:
+    def _backward(self, kind: Kind, stage: int, microbatch: int) -> None:
+        """B, or its first half, I: what it hands on is the same."""
         feed = self._feed
         last = stage == self.placement.stages - 1
         gradients = None if last else self._arrived(Op.RECV_B, stage, microbatch)
         count = feed.count() if last else None
         start = self.tracer.mark()
-        box = self.stages[stage].backward(microbatch, gradients, count)
-        self.tracer.add(Kind.B, stage, microbatch, start, self.tracer.mark())
+        run = self.stages[stage].backward if kind is Kind.B else self.stages[stage].backward_input
+        box = run(microbatch, gradients, count)
+        self.tracer.add(kind, stage, microbatch, start, self.tracer.mark())
+        if kind is Kind.I:
+            self._count_live()
         if stage > 0:
             self._deliver(Op.SEND_B, stage, stage - 1, microbatch, box)
+
+    def _weights(self, stage: int, microbatch: int) -> None:
+        start = self.tracer.mark()
+        self.stages[stage].backward_weight(microbatch)
+        self.tracer.add(Kind.W, stage, microbatch, start, self.tracer.mark())
 
     def _count_live(self) -> None:
         if self._feed.training:

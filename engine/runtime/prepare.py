@@ -23,6 +23,7 @@ from engine.plan.lowering import lower
 from engine.plan.partition import manual, partition
 from engine.plan.schedules import build as build_schedule
 from engine.plan.schedules import largest_legal_microbatches
+from engine.plan.schedules.forward_only import evaluation
 from engine.plan.verify import verify
 from engine.runtime.build import DTYPES, autocast_of, model_layers
 from engine.runtime.inspect import FakeModel
@@ -55,7 +56,7 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
         for rows in sorted({rows for piece in pieces[mode] for rows in piece})
     }
     training = {len(piece): compute_program(settings, len(piece)) for piece in pieces["train"]}
-    forward = {len(piece): _forward_only(settings, len(piece)) for piece in pieces["eval"]}
+    forward = {len(piece): evaluation(compute.placement, len(piece)) for piece in pieces["eval"]}
     reduce, again = settings.data_parallel.replicas > 1, settings.train.accumulate > 1
     return Job(
         settings=settings,
@@ -114,10 +115,6 @@ def _all_forward_all_backward(configured: Program, microbatches: int) -> Program
         backward = [Action(a.stage, Op.B, a.microbatch) for a in forward]
         rows.append(forward + sorted(backward, key=lambda a: (-a.stage, a.microbatch)))
     return Program.of(configured.name, placement, microbatches, rows)
-
-
-def _forward_only(settings: Settings, microbatches: int) -> Program:
-    return build_schedule("forward_only", settings.pipeline.ranks, microbatches)
 
 
 def _lowered(programs: Mapping[int, Program], reduce: bool, step: bool) -> dict[int, Program]:

@@ -1,11 +1,12 @@
 """One stage of the model on one rank: its layers, and the graphs of the micro-batches that are in flight.
 
     received tensors ─ gates ─ layers ─ outputs          F keeps: the gates' box, gradient edges of the outputs
-    box of gradients ◄─ gates ◄───────── gradients       B consumes them
+    box of gradients ◄─ gates ◄───────── gradients       B consumes them, or I does and leaves some work for W
 
 Of an output only its gradient edge is kept: the tensor itself is free once it is sent, so what stays alive per
-micro-batch is what autograd saved. The last stage ends in the loss: F computes its sum, B starts from
-sum / (what the global batch counted); nothing else is divided anywhere.
+micro-batch is what autograd saved. The last stage ends in the loss: F computes its sum, B or I starts from
+sum / (what the global batch counted); nothing else is divided anywhere. A micro-batch whose backward comes in halves
+goes through the layers under the routing of `split`; any other goes through plain torch.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from engine.runtime.activations import saved_bytes
 from engine.runtime.boundary import Message, tensors_of
 from engine.runtime.seeds import drawing, seed_for
+from engine.runtime.split import Later, Routing
 
 
 class StageLayer(NamedTuple):
@@ -42,12 +44,13 @@ class Draw(NamedTuple):
 
 @dataclass(slots=True)
 class _Live:
-    """A micro-batch between its forward and its backward."""
+    """A micro-batch between its forward and its (input-)backward. `later` is given where that is a half."""
 
     box: list[Tensor | None]
     roots: list[Any]  # gradient edges of the outputs that require grad, in the order of the message
     loss: Tensor | None
     nbytes: int
+    later: Later | None
 
 
 class Stage:
@@ -61,6 +64,7 @@ class Stage:
         self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._live: dict[int, _Live] = {}
+        self._later: dict[int, tuple[Later, int]] = {}  # between I and W: what is left to do, and the bytes it holds
         self._saved: dict[int, int] = {}
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -103,16 +107,20 @@ class Stage:
         draw: Draw,
         loss: Callable[[Any], Tensor] | None,
         rows: int,
+        halves: bool = False,
     ) -> tuple[Any, Tensor | None]:
         """Forward of a micro-batch of `rows` samples in training: the output, and on the last stage the loss sum.
 
-        The input is `given` on the first stage, else the `received` tensors of `message`.
+        The input is `given` on the first stage, else the `received` tensors of `message`. `halves`: its backward will
+        be `backward_input` and `backward_weight`.
         """
         box: list[Tensor | None] = []
         if message is not None:
             assert received is not None
             given, box = message.enter(received, self._anchor)
-        output = self.run(given, draw)
+        later = Later() if halves else None
+        with nullcontext() if later is None else Routing(later):
+            output = self.run(given, draw)
         total = None
         if loss is not None:
             with self.autocast():
@@ -124,7 +132,7 @@ class Stage:
         if rows not in self._saved:
             ends = tensors_of(output) if total is None else [total]
             self._saved[rows] = saved_bytes(ends, [p for layer in self.layers for p in layer.module.parameters()])
-        self._live[microbatch] = _Live(box, roots, total, self._saved[rows])
+        self._live[microbatch] = _Live(box, roots, total, self._saved[rows], later)
         return output, None if total is None else total.detach()
 
     def backward(
@@ -135,21 +143,43 @@ class Stage:
         On the last stage `count` is what the global batch counted; a batch that counted nothing adds nothing.
         """
         live = self._live.pop(microbatch)
+        assert live.later is None, "a micro-batch whose backward comes in halves"
+        self._differentiate(live, gradients, count)
+        return live.box
+
+    def backward_input(
+        self, microbatch: int, gradients: Sequence[Tensor | None] | None, count: float | None
+    ) -> list[Tensor | None]:
+        """The same without the weight gradients that can wait: what only these need is all that stays alive."""
+        live = self._live.pop(microbatch)
+        assert live.later is not None, "a micro-batch whose backward comes whole"
+        with live.later.gathering([live.loss.grad_fn] if live.loss is not None else [r.node for r in live.roots]):
+            self._differentiate(live, gradients, count)
+        self._later[microbatch] = live.later, live.later.nbytes
+        return live.box
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The weight gradients that `backward_input` has left, added to `.grad`."""
+        later, _ = self._later.pop(microbatch)
+        later.run()
+
+    @staticmethod
+    def _differentiate(live: _Live, gradients: Sequence[Tensor | None] | None, count: float | None) -> None:
         if live.loss is not None:
             if live.loss.requires_grad and count:
                 (live.loss / count).backward()
-        else:
-            assert gradients is not None
-            pairs = [(r, g) for r, g in zip(live.roots, gradients, strict=True) if g is not None]
-            if pairs:
-                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
-        return live.box
+            return
+        assert gradients is not None
+        pairs = [(r, g) for r, g in zip(live.roots, gradients, strict=True) if g is not None]
+        if pairs:
+            torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
 
     @property
     def in_flight(self) -> int:
+        """Micro-batches whose forward ran and whose (input-)backward did not."""
         return len(self._live)
 
     @property
     def live_bytes(self) -> int:
-        """Bytes that autograd keeps for the micro-batches in flight."""
-        return sum(live.nbytes for live in self._live.values())
+        """Bytes that autograd keeps for the micro-batches in flight, and those kept for weight gradients to come."""
+        return sum(live.nbytes for live in self._live.values()) + sum(held for _, held in self._later.values())

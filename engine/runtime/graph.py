@@ -1,0 +1,19 @@
+"""Walking the graph that a forward leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+
+def nodes(roots: Iterable[Any]) -> Iterator[Any]:
+    """Every node that a backward from `roots` (nodes, or None) can reach, each once."""
+    queue = [node for node in roots if node is not None]
+    seen = set(queue)
+    while queue:
+        node = queue.pop()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                queue.append(following)
