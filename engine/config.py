@@ -19,6 +19,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from engine.plan.features import features
 from engine.plan.schedules import build as build_schedule
 from engine.plan.schedules import offered_schedules
 from engine.settings import Settings
@@ -42,6 +43,7 @@ LATER: dict[str, tuple[str, ...]] = {
     "recompute": ("all", "full", "selective"),
     "partition.name": ("time",),
 }
+EXECUTED: tuple[str, ...] = ()  # of plan/features.py: what the runtime can execute
 AT_LEAST: dict[str, float] = {
     "pipeline.ranks": 1,
     "pipeline.microbatches": 1,
@@ -169,8 +171,13 @@ def check(settings: Settings) -> None:
 
 def _check_schedule(settings: Settings) -> None:
     one_of("schedule.name", settings.schedule.get("name"), offered_schedules())
-    pipeline = settings.pipeline
-    build_schedule(settings.schedule["name"], pipeline.ranks, pipeline.microbatches, settings.schedule_options)
+    name, pipeline = settings.schedule["name"], settings.pipeline
+    program = build_schedule(name, pipeline.ranks, pipeline.microbatches, settings.schedule_options)
+    if settings.mode == "train" and (missing := [what for what in features(program) if what not in EXECUTED]):
+        raise ValueError(
+            f"schedule {name} needs {' and '.join(missing)}, which mode=train is not able to execute yet; "
+            "mode=plan verifies, simulates and draws it"
+        )
 
 
 def _check_batch(settings: Settings) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from engine.plan.actions import Program
 from engine.plan.lowering import lower
-from engine.plan.schedules import build
+from engine.plan.schedules import SCHEDULES, build
 from engine.plan.simulate import Costs, figures, simulate
 from engine.plan.summary import CSV_NAME, plan_summary, plan_text
 from engine.plan.text import to_csv
@@ -110,7 +110,7 @@ def write_plan(
     """Verify and simulate; write plan.json and program.csv; return the text for a terminal."""
     lowered = lower(program, reduce=settings.data_parallel.replicas > 1, step=True)
     for each in (program, lowered):
-        verify(each)
+        verify(each, ascending=SCHEDULES[program.name].ascending)
     costs = Costs.from_settings(settings.plan.costs, program.placement, program.microbatches)
     timeline = simulate(program, costs)
     found = figures(program, timeline)

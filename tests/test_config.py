@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from engine.config import AT_LEAST, CHOICES, CONF, LATER, PARTITIONS, from_plain, get, load
+from engine.config import AT_LEAST, CHOICES, CONF, EXECUTED, LATER, PARTITIONS, from_plain, get, load
+from engine.plan.features import features
+from engine.plan.schedules import build, offered_schedules
 from engine.settings import Settings
 
 TARGETS = {
@@ -162,6 +164,30 @@ def test_schedule_is_checked_before_anything_is_started() -> None:
         from_plain(plain(schedule__name="gpip"))
     with pytest.raises(ValueError, match="chunkz"):
         from_plain(plain(schedule__chunkz=2))
+
+
+@pytest.mark.parametrize("name", [name for name in offered_schedules() if name != "csv"])
+def test_a_schedule_is_planned_or_trained_as_far_as_the_runtime_can(name: str) -> None:
+    """Read from the program itself, so that a program from a file is held to the same."""
+    sizes = {"schedule__name": name, "pipeline__ranks": 2, "pipeline__microbatches": 4}
+    assert from_plain(plain(mode="plan", **sizes)).schedule["name"] == name
+    missing = set(features(build(name, 2, 4))) - set(EXECUTED)
+    if not missing:
+        assert from_plain(plain(**sizes)).schedule["name"] == name
+        return
+    with pytest.raises(
+        ValueError, match=rf"schedule {name} needs .*mode=plan verifies, simulates and draws it"
+    ) as said:
+        from_plain(plain(**sizes))
+    assert all(feature in str(said.value) for feature in missing)
+
+
+def test_a_schedule_says_where_it_is_defined() -> None:
+    sizes = {"pipeline__ranks": 3, "pipeline__microbatches": 8}
+    with pytest.raises(ValueError, match=r"dualpipe is not defined for pipeline.ranks=3 .*must be even: 2, 4, 6"):
+        from_plain(plain(schedule__name="dualpipe", **sizes))
+    with pytest.raises(ValueError, match=r"schedule.path=None must name a CSV file"):
+        from_plain(plain(schedule__name="csv", **sizes))
 
 
 @pytest.mark.parametrize("group", ["model", "data", "optimizer"])

@@ -21,6 +21,7 @@ from engine.job import Job
 from engine.plan.actions import Action, Op, Placement, Program
 from engine.plan.lowering import lower
 from engine.plan.partition import manual, partition
+from engine.plan.schedules import SCHEDULES
 from engine.plan.schedules import build as build_schedule
 from engine.plan.schedules import largest_legal_microbatches
 from engine.plan.schedules.forward_only import evaluation
@@ -39,7 +40,7 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
     prepare_import_path(start_dir)
     settings = replace(settings, device=resolve_device(settings))
     compute = compute_program(settings, settings.pipeline.microbatches)
-    verify(compute)
+    verify(compute, SCHEDULES[compute.name].ascending)
     settings = replace(settings, model=sized_model(settings.model, compute.placement))
     _check_batch(settings)
     loss = _check_parts(settings)
@@ -121,7 +122,7 @@ def _lowered(programs: Mapping[int, Program], reduce: bool, step: bool) -> dict[
     """Each with its communication, verified."""
     found = {m: lower(program, reduce=reduce, step=step) for m, program in programs.items()}
     for program in found.values():
-        verify(program)
+        verify(program, SCHEDULES[program.name].ascending)
     return found
 
 
