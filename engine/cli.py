@@ -64,8 +64,11 @@ def _compose() -> int:
     except KeyboardInterrupt as error:
         _outcomes.append(run.outcome_of(error))
         return report(_outcomes[-1])
-    except (HydraException, OmegaConfBaseException) as error:
-        _outcomes.append(Outcome("failed", explain(error), run.REFUSED))
+    except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
+        complaint = explain(error, sys.argv[1:])
+        if complaint is None:
+            raise
+        _outcomes.append(Outcome("failed", complaint, run.REFUSED))
         return report(_outcomes[-1])
     return max((outcome.exit_code for outcome in _outcomes), default=0)
 

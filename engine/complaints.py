@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from engine.config import first_line, unknown
+from engine.config import CONF, first_line, no_such_choice, unknown
 
 QUOTING = (
     "An override is key=value; quote what the shell or Hydra would take apart: 'partition.split=[layer2,layer3]', "
@@ -14,12 +16,21 @@ QUOTING = (
 )
 
 
-def explain(error: BaseException) -> str:
-    """A message for the user about an error that Hydra raised while it composed the configuration."""
+def explain(error: BaseException, arguments: Sequence[str]) -> str | None:
+    """A message for the user about an error that Hydra raised while it composed the configuration.
+
+    `arguments`: the command line, where the error does not say what it is about. None for what no user can cause.
+    """
     if isinstance(error, MissingConfigException):
         return _missing(error)
     if isinstance(error, OverrideParseException):
         return f"{error.override!r} cannot be read as an override: {first_line(error)}. {QUOTING}"
+    if isinstance(error, OSError):
+        return (
+            f"the run folder cannot be used: {error}; give another one: hydra.run.dir=FOLDER (hydra.sweep.dir with -m)"
+        )
+    if type(error) is ValueError:
+        return _no_name(arguments) if str(error).startswith("Config group override") else None
     for each in (error, error.__cause__):
         if isinstance(each, ConfigKeyError | ConfigAttributeError):
             return _no_such_key(each)
@@ -32,7 +43,18 @@ def _missing(error: MissingConfigException) -> str:
     if not error.missing_cfg_file or not error.options:
         return first_line(error)
     group, _, name = error.missing_cfg_file.rpartition("/")
-    return unknown("choice", name, error.options, shown=f"{group}={name}")
+    return no_such_choice(group, name, error.options)
+
+
+def _no_name(arguments: Sequence[str]) -> str:
+    """A group that was given no word: `model=null`, or an override without a key."""
+    for argument in arguments:
+        group = argument.partition("=")[0]
+        files = [file.stem for file in (CONF / group).glob("*.yaml")] if group else []
+        if "=" in argument and (files or not group):
+            valid = f"{group} is chosen by the name of a file: {', '.join(sorted(files))}" if files else QUOTING
+            return f"{argument}: {valid}"
+    return f"a group is chosen by the name of a file. {QUOTING}"
 
 
 def _no_such_key(error: OmegaConfBaseException) -> str:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.plan.features import features
+from engine.plan.features import SPLIT, features
 from engine.plan.schedules import build as build_schedule
 from engine.plan.schedules import offered_schedules
 from engine.settings import Settings
@@ -43,7 +43,7 @@ LATER: dict[str, tuple[str, ...]] = {
     "recompute": ("all", "full", "selective"),
     "partition.name": ("time",),
 }
-EXECUTED: tuple[str, ...] = ()  # of plan/features.py: what the runtime can execute
+EXECUTED = (SPLIT,)  # of plan/features.py: what the runtime can execute
 AT_LEAST: dict[str, float] = {
     "pipeline.ranks": 1,
     "pipeline.microbatches": 1,
@@ -60,6 +60,7 @@ AT_LEAST: dict[str, float] = {
     "seed": 0,
 }
 ABOVE_ZERO = ("train.clip_norm", "timeout_s")
+AT_MOST = {"timeout_s": 2e6}  # 23 days; the system's calls take milliseconds in 32 bits
 
 
 def load(config: DictConfig) -> Settings:
@@ -107,7 +108,8 @@ def read(schema: type[T], values: Mapping[str, Any], at: str = "") -> T:
 def _value(kind: Any, value: Any, path: str) -> Any:
     if is_dataclass(kind):
         if not isinstance(value, Mapping):
-            raise ValueError(f"{path}={value!r} is a section, with the keys {', '.join(f.name for f in fields(kind))}")
+            keys = ", ".join(f.name for f in fields(kind))
+            raise ValueError(f"{path}={_shown(value)} is a section, with the keys {keys}")
         return read(kind, value, path)  # type: ignore[arg-type]
     if get_origin(kind) in (Union, types.UnionType):
         kinds = [k for k in get_args(kind) if k is not type(None)]
@@ -154,6 +156,17 @@ def check(settings: Settings) -> None:
     one_of("partition.name", settings.partition.get("name"), PARTITIONS)
     for key in set(settings.partition) - {"name", "split"}:
         raise ValueError(unknown("key", f"partition.{key}", ("partition.name", "partition.split")))
+    _check_ranges(settings)
+    _check_schedule(settings)
+    for group in ("partition", "model"):
+        _check_split(f"{group}.split", get(settings, group).get("split"))
+    _check_loader(settings.data)
+    if settings.mode == "train":
+        _check_batch(settings)
+        _check_targets(settings)
+
+
+def _check_ranges(settings: Settings) -> None:
     for path, least in AT_LEAST.items():
         value = get(settings, path)
         if value is not None and value < least:
@@ -162,11 +175,9 @@ def check(settings: Settings) -> None:
         value = get(settings, path)
         if value is not None and value <= 0:
             raise ValueError(f"{path}={value} must be above 0")
-    _check_schedule(settings)
-    if settings.mode == "train":
-        _check_batch(settings)
-        for group in ("model", "data", "optimizer"):
-            _check_target(group, get(settings, group))
+    for path, most in AT_MOST.items():
+        if get(settings, path) > most:
+            raise ValueError(f"{path}={get(settings, path)} must be at most {most:.0f}")
 
 
 def _check_schedule(settings: Settings) -> None:
@@ -177,6 +188,28 @@ def _check_schedule(settings: Settings) -> None:
         raise ValueError(
             f"schedule {name} needs {' and '.join(missing)}, which mode=train is not able to execute yet; "
             "mode=plan verifies, simulates and draws it"
+        )
+
+
+def _check_split(path: str, split: Any) -> None:
+    """The one key of its section that is the engine's own; a word would be taken apart into its letters."""
+    if split is not None and not (isinstance(split, list) and all(isinstance(name, str) for name in split)):
+        raise ValueError(f"{path}={_shown(split)} is not a list of names of layers, like [layer2,layer3]")
+
+
+def _check_loader(data: Mapping[str, Any]) -> None:
+    """The keys of `data` that are the loader's, not the data set's."""
+    workers = _scalar(int, data.get("workers", 0), "data.workers")
+    if workers < 0:
+        raise ValueError(f"data.workers={workers} must be at least 0")
+    _scalar(bool, data.get("shuffle", True), "data.shuffle")
+    pin = data.get("pin_memory")
+    if pin not in (None, "auto") and not isinstance(pin, bool):
+        raise ValueError(f"data.pin_memory={pin} is none of auto, true, false")
+    if data.get("evaluation") is not None and not isinstance(data["evaluation"], Mapping):
+        raise ValueError(
+            f"data.evaluation={data['evaluation']} is not a section: give the keys of data that the held-out samples "
+            "change, like {split: test}, or null for no evaluation"
         )
 
 
@@ -193,6 +226,14 @@ def _check_batch(settings: Settings) -> None:
             if share
             else f"{parts} leaves a replica without samples; take a global batch of at least {need}"
         )
+
+
+def _check_targets(settings: Settings) -> None:
+    for group in ("model", "data", "optimizer"):
+        _check_target(group, get(settings, group))
+    scheduler = settings.lr_scheduler or {}
+    if any(value is not None for value in scheduler.values()):  # none of them: a constant rate
+        _check_target("lr_scheduler", scheduler)
 
 
 def _check_target(group: str, section: Mapping[str, Any]) -> None:
@@ -219,13 +260,14 @@ def one_of(path: str, value: Any, choices: Iterable[str]) -> None:
     valid = tuple(choices)
     if value in valid:
         return
-    if value in LATER.get(path, ()):
-        raise ValueError(_later(path, value, valid))
-    raise ValueError(unknown("choice", str(value), valid, shown=f"{path}={_shown(value)}"))
+    raise ValueError(no_such_choice(path, value, valid))
 
 
-def _later(path: str, value: Any, choices: Iterable[str]) -> str:
-    return f"{path}={value} is not part of the engine yet; possible: {', '.join(choices)}"
+def no_such_choice(path: str, value: Any, choices: Iterable[str]) -> str:
+    """What is said of a value that is none of `choices`; `path` is a key, or the group that a file was chosen from."""
+    if value in LATER.get(path, LATER.get(f"{path}.name", ())):
+        return f"{path}={value} is not part of the engine yet; possible: {', '.join(choices)}"
+    return unknown("choice", str(value), choices, shown=f"{path}={_shown(value)}")
 
 
 def unknown(what: str, given: str, valid: Iterable[str], shown: str | None = None) -> str:

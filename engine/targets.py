@@ -204,7 +204,8 @@ def build(config: Mapping[str, Any], *args: Any, where: str, **extra: Any) -> An
         return target(*values, **keywords)
     except Exception as error:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ValueError(f"{kind}{error} (while calling {path} for {where})") from error
+        given = ", ".join(f"{key}={value!r}" for key, value in keywords.items() if key in config)
+        raise ValueError(f"{kind}{error} (while calling {path}({given}) for {where})") from error
 
 
 def _nested(value: Any, where: str) -> Any:

@@ -95,9 +95,15 @@ def gpt(
 ) -> Layers:
     """Integers [N, T] -> logits [N, T, vocabulary], T at most `context`.
 
-    Raises ValueError where `heads` does not divide `width`, and for `tied` (one matrix as embedding and head), which
-    would live on two stages.
+    Raises ValueError for sizes below 1, where `heads` does not divide `width`, and for `tied` (one matrix as embedding
+    and head), which would live on two stages.
     """
+    sizes = {"vocabulary": vocabulary, "context": context, "width": width, "heads": heads}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"model.{name}={size} must be at least 1")
+    if layers < 0:
+        raise ValueError(f"model.layers={layers} is negative")
     if width % heads:
         raise ValueError(f"model.width={width} is not a multiple of model.heads={heads}")
     if not 0 <= dropout < 1:

@@ -52,12 +52,15 @@ def mlp(
 ) -> Layers:
     """[N, ...] with `features` values per sample -> [N, classes], through `depth` hidden layers of width `hidden`.
 
-    Raises ValueError for an unknown activation, a negative depth, or a dropout outside [0, 1).
+    Raises ValueError for an unknown activation, a negative depth, an empty layer, or a dropout outside [0, 1).
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"model.activation={activation} is not one of {', '.join(ACTIVATIONS)}")
     if depth < 0:
         raise ValueError(f"model.depth={depth} is negative")
+    for name, size in (("features", features), ("hidden", hidden), ("classes", classes)):
+        if size < 1:
+            raise ValueError(f"model.{name}={size} must be at least 1")
     if not 0 <= dropout < 1:
         raise ValueError(f"model.dropout={dropout} is not in [0, 1)")
     widths = [features, *[hidden] * depth]

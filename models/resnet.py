@@ -80,6 +80,9 @@ class Bottleneck(_Residual):
 def _resnet(
     block: type[Basic | Bottleneck], depths: Sequence[int], classes: int, width: int, zero_residual: bool
 ) -> Layers:
+    for name, size in (("classes", classes), ("width", width)):
+        if size < 1:
+            raise ValueError(f"model.{name}={size} must be at least 1")
     layers: Layers = [
         ("conv1", lambda: _convolution(3, width, 7, 2)),
         ("bn1", lambda: nn.BatchNorm2d(width)),

@@ -69,13 +69,30 @@ WRONG = {
     "device=gpu": ["device=gpu", "cuda"],
     "recompute=full": ["recompute=full", "not part of the engine yet"],
     "precision=fp16": ["precision=fp16", "not part of the engine yet", "bf16"],
+    "partition=time": ["partition=time", "not part of the engine yet", "uniform"],
+    "model=null": ["model=null", "resnet50", "mlp"],
+    "optimizer=3": ["optimizer=3", "sgd"],
+    "=3": ["=3", "key=value"],
+    "pipeline=null": ["pipeline=null", "ranks, microbatches"],
+    "timeout_s=1e300": ["timeout_s=1e+300", "at most 2000000"],
+    "+lr_scheduler.gamma=1": ["lr_scheduler._target_=null"],
+    "model.split=layer3": ["model.split=layer3", "[layer2,layer3]"],
+    "+partition.split=5": ["partition.split=5", "[layer2,layer3]"],
+    "+partition.split=[5]": ["partition.split=[5]", "[layer2,layer3]"],
+    "data.workers=-1": ["data.workers=-1", "at least 0"],
+    "data.workers=two": ["data.workers=two", "whole number"],
+    "data.shuffle=perhaps": ["data.shuffle=perhaps", "true or false"],
+    "data.pin_memory=7": ["data.pin_memory=7", "auto, true, false"],
+    "data.evaluation=3": ["data.evaluation=3", "{split: test}"],
+    "hydra.run.dir=taken/inside": ["taken", "hydra.run.dir=FOLDER"],
     "schedule=naive,gpipe": ["schedule=naive,gpipe", "-m"],
     "partition.split=[layer2": ["partition.split=[layer2", "'partition.split=[layer2,layer3]'"],
 }
 
 
 @pytest.mark.parametrize("override", WRONG)
-def test_wrong_input_is_refused_by_name(override: str, engine: Engine, trained: list[object]) -> None:
+def test_wrong_input_is_refused_by_name(override: str, engine: Engine, trained: list[object], tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
     said = engine(override)
     assert said.code == run.REFUSED
     assert not trained

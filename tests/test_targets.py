@@ -161,7 +161,7 @@ def test_build_binds_a_partial() -> None:
 
 def test_build_says_what_was_wrong_first() -> None:
     assert message(build, {"_target_": f"{HERE}.fails", "value": 3}, where="data") == (
-        f"value=3 is too small (while calling {HERE}.fails for data)"
+        f"value=3 is too small (while calling {HERE}.fails(value=3) for data)"
     )
     assert message(build, {"_target_": f"{HERE}.fails"}, where="data").startswith("TypeError: no value (while calling")
     assert message(build, {"lr": 1}, where="optimizer").startswith("optimizer has no _target_")

@@ -21,9 +21,8 @@ from engine.job import Job
 from engine.plan.actions import Action, Op, Placement, Program
 from engine.plan.lowering import lower
 from engine.plan.partition import manual, partition
-from engine.plan.schedules import SCHEDULES
+from engine.plan.schedules import SCHEDULES, largest_legal_microbatches
 from engine.plan.schedules import build as build_schedule
-from engine.plan.schedules import largest_legal_microbatches
 from engine.plan.schedules.forward_only import evaluation
 from engine.plan.verify import verify
 from engine.runtime.build import DTYPES, autocast_of, model_layers
@@ -139,7 +138,7 @@ def _idle(placement: Placement, reduce: bool) -> Program:
 def sized_model(config: Mapping[str, Any], placement: Placement) -> dict[str, Any]:
     """The model's keywords, with `stages` and `chunks` filled in where its function takes them and they are unset."""
     filled = dict(config)
-    target = locate(str(config.get("_target_")))
+    target = locate(str(config.get("_target_")), "model")
     try:
         accepted = inspect.signature(target).parameters
     except (TypeError, ValueError):
@@ -192,12 +191,26 @@ def _check_batch(settings: Settings) -> None:
 
 
 def _check_parts(settings: Settings) -> Loss:
-    """Loss, optimizer and scheduler can be built: tried here on one parameter, so that no worker has to find out."""
+    """Loss, optimizer and scheduler can be built and used: tried on one parameter, so that no worker finds out."""
     loss = make_loss(settings.model.get("loss") or {})
     optimizer = build(settings.optimizer, [nn.Parameter(torch.zeros(1))], where="optimizer")
     if settings.lr_scheduler and settings.lr_scheduler.get("_target_"):
-        build(settings.lr_scheduler, optimizer, where="lr_scheduler")
+        _try_scheduler(settings.lr_scheduler, optimizer)
     return loss
+
+
+def _try_scheduler(config: Mapping[str, Any], optimizer: Any) -> None:
+    """Build it and take one step: torch's classes look at some of their arguments only then."""
+    scheduler = build(config, optimizer, where="lr_scheduler")
+    optimizer.step()
+    try:
+        scheduler.step()
+    except Exception as error:
+        given = ", ".join(f"{key}={value}" for key, value in config.items() if key != "_target_")
+        raise ValueError(
+            f"lr_scheduler._target_={config['_target_']} with {given} fails in its first step: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _length(data: Any, where: str) -> int:

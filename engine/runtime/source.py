@@ -24,11 +24,11 @@ LOADER_KEYS = ("workers", "pin_memory", "shuffle", "evaluation")
 def dataset(config: Mapping[str, Any], evaluation: bool) -> Dataset[Any] | None:
     """The data set that `data` names; with the overrides in `data.evaluation` for the held-out one, if there is one."""
     keywords = {key: value for key, value in config.items() if key not in LOADER_KEYS}
-    if evaluation:
-        if config.get("evaluation") is None:
-            return None
-        keywords |= config["evaluation"]
-    return build(keywords, where="data")
+    if not evaluation:
+        return build(keywords, where="data")
+    if config.get("evaluation") is None:
+        return None
+    return build(keywords | config["evaluation"], where="data.evaluation")
 
 
 def loader(

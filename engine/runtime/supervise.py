@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import signal
+import sys
 import time
 from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -47,7 +50,20 @@ def warm_up() -> None:
     from multiprocessing import forkserver
 
     context()
+    _start_tracker()
     forkserver.ensure_running()
+
+
+def _start_tracker() -> None:
+    """Start multiprocessing's resource tracker, told to clean up quietly.
+
+    It removes the semaphores that a killed worker's data loader leaves, and would say so after the run's last word.
+    """
+    sys.warnoptions.append("ignore:resource_tracker")  # it is started with the options of this interpreter
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.pop()
 
 
 @dataclass
@@ -83,6 +99,7 @@ class Supervisor:
                     self._start()
                     return self._listen(reader)
                 finally:
+                    self._note_positions()
                     self._stop()
         finally:
             os.close(reader)
@@ -91,13 +108,17 @@ class Supervisor:
     def _start(self) -> None:
         from engine.runtime import process
 
+        warm_up()
         forkserver = context()
         self._positions: MutableSequence[int] = forkserver.RawArray("q", [position.NOWHERE] * self.job.world)
         for rank in range(self.job.world):
             reader, writer = forkserver.Pipe(duplex=False)
             arguments = (self.entry, self.job, rank, self.meeting, writer, self._positions)
             child = forkserver.Process(target=process.main, args=arguments, name=f"rank {rank}")
-            child.start()
+            try:
+                child.start()
+            except (OSError, EOFError) as error:  # EOFError: the fork server has ended
+                raise OSError(_not_started(rank, self.job.world, error)) from error
             writer.close()
             self.workers.append(Worker(rank, child, reader))
 
@@ -163,6 +184,13 @@ class Supervisor:
         last = position.decode(self._positions[worker.rank])
         self.verdict.add_death(worker.rank, 0 if code is None else code, last)
 
+    def _note_positions(self) -> None:
+        """Where the ranks are that the others may have waited for in vain: said of them where nothing else is known."""
+        for worker in self.workers:
+            last = position.decode(self._positions[worker.rank])
+            if last is not None:
+                self.verdict.positions.setdefault(worker.rank, last)
+
     # -- ending ----------------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
@@ -190,6 +218,20 @@ class Supervisor:
             except (ProcessLookupError, PermissionError):
                 if worker.process.exitcode is None:  # it had no time to become the leader of a group
                     worker.process.kill() if signum == signal.SIGKILL else worker.process.terminate()
+
+
+def _not_started(rank: int, world: int, error: Exception) -> str:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    return (
+        f"the process of rank {rank} of {world} could not be started: {type(error).__name__}: {error}. Every rank "
+        f"needs memory, a process (ulimit -u: {_limit(processes)}) and some open files (ulimit -n: {_limit(files)}): "
+        "raise these limits, or lower pipeline.ranks or data_parallel.replicas"
+    )
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
 
 
 def _write(fd: int, signum: int) -> None:
