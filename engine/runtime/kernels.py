@@ -6,12 +6,13 @@ of a backward are bit for bit those of the whole. x, weight and bias are the for
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-Wanted = tuple[bool, bool]  # weight, bias
+Wanted = Sequence[bool]  # weight, bias
 Parts = tuple[Tensor | None, Tensor | None]
 
 
@@ -67,7 +68,7 @@ class Convolution(NamedTuple):
         _, to_weight, to_bias = self._backward(grad, x, like, (False, *wanted))
         return to_weight, to_bias
 
-    def _backward(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]) -> tuple[Tensor, ...]:
+    def _backward(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: Sequence[bool]) -> tuple[Tensor, ...]:
         backward = torch.ops.aten.convolution_backward
         found: tuple[Tensor, ...] = backward(grad, x, weight, [weight.shape[0]], *self._options, wanted)
         return found

@@ -11,7 +11,8 @@ autograd sums them, and autograd's own node adds the total to `.grad`.
 
 What is put off are the gradients of leaf tensors used as weight or bias of linear and conv1d/2d/3d, those inside
 nn.MultiheadAttention included. Norms, embeddings, recurrent layers and everything else are done in I. So is a
-parameter with another use in the same micro-batch: only autograd can sum all of its contributions in order.
+parameter with another use in the same micro-batch (only autograd can sum all of its contributions in order), and one
+with hooks.
 
 A function with a backward of its own may put off a part of it too. It opens itself to torch's overrides and says
 `takes_later`; while a stage is routed it is called with `later`, to which it gives what can wait, and the tensors
@@ -28,9 +29,9 @@ that this needs:
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import compress
 from types import FunctionType
@@ -61,25 +62,20 @@ class Later:
 
     def __init__(self) -> None:
         self._entries: deque[_Entry] = deque()
-        self._gathering = False
-        self._elsewhere: set[Tensor] = set()
+        self.gathering = False  # in I
+        self.at_once: set[Tensor] = set()  # leaves whose gradients do not wait
 
-    @contextmanager
-    def gathering(self, roots: Iterable[Any]) -> Iterator[None]:
-        """Around I. `roots`: the nodes at which the backward begins.
+    def backward(self, roots: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
+        """I, from `roots` (tensors, or gradient edges).
 
-        Routed here as well: a layer that is recomputed in its backward must do what it did in its forward. A gradient
-        that a layer takes inside its own forward is none of I's, and nothing of it is put off.
+        Routed as the forward was: a layer that is recomputed in its backward must do again what it did. Gradients that
+        a layer takes by itself, in its forward or in such a second one, are none of I's: nothing of them is put off.
         """
-        self._gathering, self._elsewhere = True, _used_elsewhere(roots)
-        try:
-            with Routing(self):
-                yield
-        finally:
-            self._gathering, self._elsewhere = False, set()
-
-    def defers(self, parameter: Tensor) -> bool:
-        return self._gathering and parameter not in self._elsewhere
+        starts = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
+        self.gathering, self.at_once = True, _at_once(starts)
+        with Routing(self):
+            torch.autograd.backward(roots, gradients)
+        self.gathering, self.at_once = False, set()
 
     def put(self, work: Work, *tensors: Tensor) -> None:
         """Do work(*tensors) in W; the protocol's `later`."""
@@ -109,12 +105,19 @@ class Later:
                     torch.autograd.backward(parameter, totals.pop(parameter).to(parameter.dtype))
 
 
-def _used_elsewhere(roots: Iterable[Any]) -> set[Tensor]:
-    """Leaves that get a gradient from any other node than a routed one."""
+def _at_once(roots: Iterable[Any]) -> set[Tensor]:
+    """Leaves that I must take care of: what any other node than a routed one gives a gradient to, or what has hooks.
+
+    (Hooks run once for each micro-batch; the node of a leaf runs in I in any case, with nothing to add.)
+    """
     found: set[Tensor] = set()
     for node in nodes(roots):
-        edges = node.next_functions[:1] if isinstance(node, _Routed._backward_cls) else node.next_functions  # type: ignore[attr-defined]
-        found.update(following.variable for following, _ in edges if isinstance(following, _ACCUMULATE))
+        routed = isinstance(node, _Routed._backward_cls)
+        for place, (following, _) in enumerate(node.next_functions):
+            if isinstance(following, _ACCUMULATE):
+                leaf = following.variable
+                if not (routed and place) or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+                    found.add(leaf)
     return found
 
 
@@ -128,7 +131,7 @@ class _Routed(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel, later: Later) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
-        ctx.kernel, ctx.later, ctx.leaves = kernel, later, (weight, bias)
+        ctx.kernel, ctx.later, ctx.leaves, ctx.recomputed = kernel, later, (weight, bias), later.gathering
         return kernel.forward(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     @staticmethod
@@ -137,8 +140,11 @@ class _Routed(torch.autograd.Function):
             return None, None, None, None, None
         x, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:3]
-        put_off = tuple(need and ctx.later.defers(leaf) for need, leaf in zip(wanted, ctx.leaves, strict=True))
-        at_once = tuple(need and not deferred for need, deferred in zip(wanted, put_off, strict=True))
+        may_wait = ctx.later.gathering and not ctx.recomputed
+        put_off = [
+            need and may_wait and leaf not in ctx.later.at_once for need, leaf in zip(wanted, ctx.leaves, strict=True)
+        ]
+        at_once = [need and not deferred for need, deferred in zip(wanted, put_off, strict=True)]
         if any(put_off):
             gradients = partial(_weight_gradients, ctx.kernel, ctx.leaves, put_off)
             ctx.later.put_gradients(gradients, (grad, x), compress(ctx.leaves, put_off))
@@ -148,7 +154,7 @@ class _Routed(torch.autograd.Function):
 
 
 def _weight_gradients(
-    kernel: Kernel, leaves: Sequence[Tensor], wanted: tuple[bool, bool], grad: Tensor, x: Tensor
+    kernel: Kernel, leaves: Sequence[Tensor], wanted: Sequence[bool], grad: Tensor, x: Tensor
 ) -> list[Tensor | None]:
     return list(compress(kernel.weight_gradients(grad, x, leaves[0], wanted), wanted))
 
@@ -162,21 +168,24 @@ class Routing(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.multi_head_attention_forward:
+        if func in _OPENED:
             with self:
-                return _ATTENTION(*args, **kwargs)
+                return _OPENED[func](*args, **kwargs)
         if getattr(func, "takes_later", False):
             return func(*args, **kwargs, later=self._later.put)
         route = None if types else _ROUTES.get(func)
         return func(*args, **kwargs) if route is None else route(func, self._later, *args, **kwargs)
 
 
-# The function hides its linear maps from modes by asking torch for overrides of itself: a copy that asks nobody.
-_ATTENTION = FunctionType(
-    F.multi_head_attention_forward.__code__,
-    vars(F) | {"has_torch_function": lambda _: False},
-    argdefs=F.multi_head_attention_forward.__defaults__,
-)
+def _opened(function: Any) -> Any:
+    """A copy that does not ask torch for overrides of itself, and so does not hide what it calls from modes."""
+    asks = dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda _: False)
+    names = vars(sys.modules[function.__module__]) | asks
+    return FunctionType(function.__code__, names, argdefs=function.__defaults__)
+
+
+_BACKWARD = (torch.autograd.backward, torch.autograd.grad, Tensor.backward)  # may run a forward again
+_OPENED = {hiding: _opened(hiding) for hiding in (F.multi_head_attention_forward, *_BACKWARD)}
 
 
 def _routable(weight: Tensor, bias: Tensor | None) -> bool:

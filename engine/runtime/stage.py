@@ -144,7 +144,7 @@ class Stage:
         """
         live = self._live.pop(microbatch)
         assert live.later is None, "a micro-batch whose backward comes in halves"
-        self._differentiate(live, gradients, count)
+        torch.autograd.backward(*_start(live, gradients, count))
         return live.box
 
     def backward_input(
@@ -153,8 +153,7 @@ class Stage:
         """The same without the weight gradients that can wait: what only these need is all that stays alive."""
         live = self._live.pop(microbatch)
         assert live.later is not None, "a micro-batch whose backward comes whole"
-        with live.later.gathering([live.loss.grad_fn] if live.loss is not None else [r.node for r in live.roots]):
-            self._differentiate(live, gradients, count)
+        live.later.backward(*_start(live, gradients, count))
         self._later[microbatch] = live.later, live.later.nbytes
         return live.box
 
@@ -162,17 +161,6 @@ class Stage:
         """The weight gradients that `backward_input` has left, added to `.grad`."""
         later, _ = self._later.pop(microbatch)
         later.run()
-
-    @staticmethod
-    def _differentiate(live: _Live, gradients: Sequence[Tensor | None] | None, count: float | None) -> None:
-        if live.loss is not None:
-            if live.loss.requires_grad and count:
-                (live.loss / count).backward()
-            return
-        assert gradients is not None
-        pairs = [(r, g) for r, g in zip(live.roots, gradients, strict=True) if g is not None]
-        if pairs:
-            torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
 
     @property
     def in_flight(self) -> int:
@@ -183,3 +171,14 @@ class Stage:
     def live_bytes(self) -> int:
         """Bytes that autograd keeps for the micro-batches in flight, and those kept for weight gradients to come."""
         return sum(live.nbytes for live in self._live.values()) + sum(held for _, held in self._later.values())
+
+
+def _start(
+    live: _Live, gradients: Sequence[Tensor | None] | None, count: float | None
+) -> tuple[list[Any], list[Tensor | None]]:
+    """Where a backward begins, and with which gradients: nowhere, if nothing counted or no gradient is there."""
+    if live.loss is not None:
+        return ([live.loss / count], [None]) if live.loss.requires_grad and count else ([], [])
+    assert gradients is not None
+    pairs = [(root, gradient) for root, gradient in zip(live.roots, gradients, strict=True) if gradient is not None]
+    return [root for root, _ in pairs], [gradient for _, gradient in pairs]
