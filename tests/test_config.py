@@ -172,6 +172,7 @@ def test_a_schedule_is_planned_or_trained_as_far_as_the_runtime_can(name: str) -
     sizes = {"schedule__name": name, "pipeline__ranks": 2, "pipeline__microbatches": 4}
     assert from_plain(plain(mode="plan", **sizes)).schedule["name"] == name
     missing = set(features(build(name, 2, 4))) - set(EXECUTED)
+    assert (CONF / "schedule" / f"{name}.yaml").exists() != bool(missing)
     if not missing:
         assert from_plain(plain(**sizes)).schedule["name"] == name
         return
