@@ -5,9 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.plan.actions import Program
+from engine.plan.lowering import lower
 from engine.plan.schedules import build
 from engine.plan.simulate import Costs, Figures, figures, simulate
-from engine.plan.verify import peak_in_flight, peak_kept
+from engine.plan.verify import peak_in_flight, peak_kept, verify
 
 UNEVEN = {"forward": 1, "input_backward": 1.2, "weight_backward": 0.8}
 HALVES = {"forward": 2, "input_backward": 1, "weight_backward": 1}  # F as long as the whole backward
@@ -183,3 +184,12 @@ def test_waiting_for_weights_is_never_worse(p, m, parts):
     assert (
         bubble(build("zb_h1", p, m), forward, half, weight) <= bubble(build("1f1b", p, m), forward, half, weight) + 1e-9
     )
+
+
+@pytest.mark.parametrize(("name", "expected"), [("interleaved_1f1b", 255 * 3 / 2), ("zb_h1", 255), ("zb_v", 0)])
+def test_a_million_actions(name, expected):
+    """256 ranks and 1024 micro-batches: what is not linear in the number of actions runs into the test's time limit."""
+    program = build(name, 256, 1024)
+    verify(program)
+    assert bubble(program, 1, 1, 1) == pytest.approx(expected)
+    verify(lower(program, reduce=True, step=True))
