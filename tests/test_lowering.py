@@ -99,15 +99,16 @@ def test_reduce_follows_the_last_backward_and_step_ends_the_row(program):
     lowered = lower(program, reduce=True, step=True)
     for rank, row in enumerate(rows(lowered)):
         stages = program.placement.stages_of(rank)
-        assert sorted(a.stage for a in row if a.op is Op.REDUCE) == stages
+        assert [a.stage for a in row if a.op is Op.REDUCE] == stages[::-1]  # one order, whatever the program is
         if stages:
             assert row[-1] == Action(stages[0], Op.STEP)
+        visited = {a.stage for a in row if a.op in (Op.B, Op.W)}
         for at, action in enumerate(row):
-            backward = [k for k, a in enumerate(row) if a.op in (Op.B, Op.W) and a.stage == action.stage]
-            if action.op is Op.REDUCE and backward:
+            backward = [k for k, a in enumerate(row) if a.op in (Op.B, Op.W) and a.stage >= action.stage]
+            if action.op is Op.REDUCE and visited >= {s for s in stages if s >= action.stage}:
                 between = row[backward[-1] + 1 : at]
                 assert backward[-1] < at
-                assert all(a.op is Op.SEND_B and a.stage == action.stage for a in between)
+                assert all(a.op in (Op.SEND_B, Op.REDUCE) for a in between)
 
 
 @given(programs)
@@ -142,7 +143,7 @@ def test_a_copy_that_no_microbatch_visits_is_reduced_at_the_end():
     program = from_csv("0F0,0B0\n1F0,1B0\n", Placement(2, ((0, 1), (1, 0)), (0,)))
     lowered = lower(program, reduce=True, step=True)
     assert [row.rsplit(",", 4)[1:] for row in to_csv(lowered).splitlines()] == [
-        ["0B0", "0REDUCE_GRAD", "1REDUCE_GRAD", "0STEP"],
+        ["0B0", "1REDUCE_GRAD", "0REDUCE_GRAD", "0STEP"],
         ["1SEND_B0", "1REDUCE_GRAD", "0REDUCE_GRAD", "0STEP"],
     ]
     verify(lowered)

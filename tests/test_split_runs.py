@@ -16,7 +16,7 @@ from hypothesis import settings as examples
 from program_strategies import executed
 from test_parity import close, equal
 
-from engine.plan.actions import COMPUTE, Action, Op, Program
+from engine.plan.actions import COMPUTE, Action, Op, Placement, Program
 from engine.plan.schedules import SCHEDULES, ScheduleInfo, build
 from engine.plan.verify import peak_in_flight
 from engine.settings import AllReduce, Settings
@@ -24,9 +24,9 @@ from engine.settings import AllReduce, Settings
 MLP = {"_target_": "toys.mlp", "loss": {"_target_": "toys.TokenLoss"}}
 
 
-def run_program(program: Program, **changes: Any) -> tuple[Ran, Settings]:
+def run_program(program: Program, replicas: int = 1, **changes: Any) -> tuple[Ran, Settings]:
     """Train by a program of one's own; short batches go forward and then backward."""
-    wanted = settings("gpipe", program.ranks, program.microbatches, **{"model": MLP} | changes)
+    wanted = settings("gpipe", program.ranks, program.microbatches, replicas, **{"model": MLP} | changes)
 
     def only(ranks: int, microbatches: int) -> str | None:
         return None if microbatches == program.microbatches else "it is written down for another number"
@@ -150,6 +150,20 @@ def test_replicas_of_ranks_with_several_stages(allreduce: str) -> None:
         assert equal(ran.state(0), ran.state(2))
         close(ran.state(), expected)
         assert ran.losses() == pytest.approx(losses, rel=1e-9)
+
+
+def test_replicas_reduce_in_one_order_whatever_their_micro_batches_are() -> None:
+    """One replica runs a program that completes the first stage before the last, the other a shorter batch's."""
+    placement = Placement(1, ((0, 0),))
+    row = [Action(s, Op.F, m) for m in range(3) for s in (0, 1)]
+    for m in range(3):
+        row += [Action(1, Op.I, m), Action(0, Op.B, m)]
+    program = Program.of("drawn", placement, 3, [row + [Action(1, Op.W, m) for m in range(3)]])
+    data = {"_target_": "toys.Tokens", "samples": 17}  # 12, then 5: three samples and two
+    ran, wanted = run_program(program, 2, global_batch_size=12, data=data)
+    expected, _ = plain(replace(wanted, schedule={"name": "gpipe"}), microbatched=True)
+    assert equal(ran.state(0), ran.state(1))
+    close(ran.state(), expected)
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 Where each added action stands in a row (u: one computation, or an overlapped pair):
 
-    RECV for u+1 | u | SEND of u | REDUCE after a stage's last u | ... | STEP at the end
+    RECV for u+1 | u | SEND of u | REDUCE after the last u of a stage (later stages first) | ... | STEP at the end
 
 A RECV stands where it is *posted*: before the computation that precedes the one which needs it, so that the message
 can travel while the rank computes, and at most one computation ahead. On each directed channel receives are posted in
@@ -109,15 +109,19 @@ def _in_channel_order(flat: Flat, made: Row, needed: Row) -> Row:
 
 
 def _reductions(flat: Flat, unit: Row) -> _Items:
-    """One REDUCE per rank and stage, where the stage's gradients are complete.
+    """One REDUCE per rank and stage, where the gradients of this stage and of the later ones there are complete.
 
-    A copy of a stage that no micro-batch visits has none to wait for, and still takes part: at the end.
+    On every rank in descending order of stages: replicas that run different programs (a short batch) reduce in one
+    order. A copy of a stage that no micro-batch visits has none to wait for, and still takes part: at the end.
     """
-    homes, last = flat.program.placement.homes, flat.last(Op.B, Op.W)
+    homes, last = flat.program.placement.homes[::-1], flat.last(Op.B, Op.W)
     rank, stage = np.array(homes, dtype=np.int64).T
     at = np.array([last.get(home, len(flat)) for home in homes], dtype=np.int64)
+    for index in range(1, len(homes)):
+        if rank[index] == rank[index - 1]:
+            at[index] = max(at[index], at[index - 1])
     units = np.append(unit, len(flat) + 1)
-    return _items(pack(Op.REDUCE, stage, NO_MICROBATCH), rank, units[at], _REDUCE, at)
+    return _items(pack(Op.REDUCE, stage, NO_MICROBATCH), rank, units[at], _REDUCE, -stage)
 
 
 def _steps(program: Program, after: int) -> _Items:
