@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import signal
@@ -22,6 +23,7 @@ from engine.plan.actions import Placement
 from engine.plan.lowering import lower
 from engine.plan.schedules import build
 from engine.records import Record
+from engine.runtime import supervise
 from engine.runtime.environment import cores
 from engine.runtime.launch import in_processes, in_threads
 from engine.runtime.rank import threads_per_worker
@@ -114,6 +116,24 @@ def test_killed_worker_is_named_with_its_last_action(records: list[Record]) -> N
 def test_a_worker_that_leaves_early_is_a_failure(entry: Callable[..., None], said: str, records: list[Record]) -> None:
     outcome = run(entry, records)
     assert (outcome.status, outcome.error) == ("failed", said)
+
+
+def test_a_worker_that_cannot_be_started_says_what_it_needs(
+    records: list[Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        """A context in a process that has no file left to open."""
+
+        RawArray = staticmethod(lambda code, values: values)
+
+        @staticmethod
+        def Pipe(duplex: bool) -> None:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(supervise, "context", Full)
+    monkeypatch.setattr(supervise, "warm_up", lambda: None)
+    with pytest.raises(OSError, match=r"rank 0 of 3 could not be started: .*Too many open files.*ulimit -n"):
+        run(launched.good, records)
 
 
 @pytest.mark.process

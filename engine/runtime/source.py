@@ -6,6 +6,8 @@ nothing. Sharding is over replicas, never over ranks.
 
 from __future__ import annotations
 
+import multiprocessing
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -42,10 +44,20 @@ def loader(
             data,
             batch_sampler=ShareSampler(batches, replica, count),
             num_workers=workers,
+            multiprocessing_context=_start_method() if workers else None,
             pin_memory=device.type == "cuda" if pin in (None, "auto") else bool(pin),
             generator=torch.Generator().manual_seed(seed_for(batches.seed, "loader", replica)),
         )
     )
+
+
+def _start_method() -> str | None:
+    """How a loader's processes start; None: as the system does.
+
+    A forked one has what this process has: torch, the data set, and the import path that let its `_target_` be found.
+    Left alone it would start as this process was, by a fork server, and import everything again, from another path.
+    """
+    return "fork" if "fork" in multiprocessing.get_all_start_methods() and sys.platform != "darwin" else None
 
 
 class ShareSampler:

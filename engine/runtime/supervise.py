@@ -15,11 +15,9 @@ import multiprocessing
 import os
 import resource
 import signal
-import sys
 import time
 from collections.abc import Callable, MutableSequence
 from dataclasses import dataclass, field
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -50,20 +48,7 @@ def warm_up() -> None:
     from multiprocessing import forkserver
 
     context()
-    _start_tracker()
     forkserver.ensure_running()
-
-
-def _start_tracker() -> None:
-    """Start multiprocessing's resource tracker, told to clean up quietly.
-
-    It removes the semaphores that a killed worker's data loader leaves, and would say so after the run's last word.
-    """
-    sys.warnoptions.append("ignore:resource_tracker")  # it is started with the options of this interpreter
-    try:
-        resource_tracker.ensure_running()
-    finally:
-        sys.warnoptions.pop()
 
 
 @dataclass
@@ -106,21 +91,24 @@ class Supervisor:
             os.close(writer)
 
     def _start(self) -> None:
-        from engine.runtime import process
-
         warm_up()
         forkserver = context()
         self._positions: MutableSequence[int] = forkserver.RawArray("q", [position.NOWHERE] * self.job.world)
         for rank in range(self.job.world):
-            reader, writer = forkserver.Pipe(duplex=False)
-            arguments = (self.entry, self.job, rank, self.meeting, writer, self._positions)
-            child = forkserver.Process(target=process.main, args=arguments, name=f"rank {rank}")
             try:
-                child.start()
+                self._start_one(forkserver, rank)
             except (OSError, EOFError) as error:  # EOFError: the fork server has ended
                 raise OSError(_not_started(rank, self.job.world, error)) from error
-            writer.close()
-            self.workers.append(Worker(rank, child, reader))
+
+    def _start_one(self, forkserver: Any, rank: int) -> None:
+        from engine.runtime import process
+
+        reader, writer = forkserver.Pipe(duplex=False)
+        arguments = (self.entry, self.job, rank, self.meeting, writer, self._positions)
+        child = forkserver.Process(target=process.main, args=arguments, name=f"rank {rank}")
+        child.start()
+        writer.close()
+        self.workers.append(Worker(rank, child, reader))
 
     # -- listening -------------------------------------------------------------------------------------------------
 
