@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import random
+import time
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -13,7 +15,7 @@ from harness import Ran, plain, run_threads, settings
 from test_parity import close, equal
 
 from engine.runtime.worker import Worker
-from engine.settings import Eval
+from engine.settings import AllReduce, Eval
 
 SCHEDULES = ("naive", "gpipe", "1f1b")
 
@@ -153,6 +155,63 @@ def test_short_last_batches_train(replicas: int) -> None:
     assert ran.losses() == pytest.approx(losses, rel=1e-9)
 
 
+@pytest.mark.parametrize("batch", [1, 2, 3, 5, 7])
+def test_small_batches_train(batch: int) -> None:
+    """Every number of micro-batches that fits, replicas with unequal shares, a shorter last batch of an epoch."""
+    for replicas in range(1, min(batch, 3) + 1):
+        data = {"_target_": "toys.Tokens", "samples": 2 * batch + replicas // 2 + 1, "targets": 7}
+        for microbatches in range(1, batch // replicas + 1):
+            base = settings("1f1b", 2, microbatches, replicas, global_batch_size=batch, data=data, steps=4)
+            expected, _ = plain(base, microbatched=True)
+            ran = run_threads(base)
+            close(ran.state(), expected)
+            assert all(equal(ran.state(0), ran.state(other)) for other in range(1, replicas))
+
+
+@pytest.mark.parametrize(("samples", "microbatches"), [(1, 4), (2, 4), (5, 4), (5, 1)])
+def test_fewer_samples_than_a_batch_train(samples: int, microbatches: int) -> None:
+    data = {"_target_": "toys.Tokens", "samples": samples, "targets": 7}
+    base = settings("1f1b", 2, microbatches, data=data)
+    expected, losses = plain(base, microbatched=True)
+    ran = run_threads(base)
+    assert equal(ran.state(), expected)
+    assert ran.losses() == pytest.approx(losses, rel=1e-12)
+
+
+def test_reduced_bytes_do_not_depend_on_microbatches() -> None:
+    """Gradients are reduced once a step, however many micro-batches they were added up over."""
+    found = {}
+    for microbatches in (1, 4, 8):
+        ran = run_threads(settings("1f1b", 2, microbatches, 2))
+        found[microbatches] = {(r.meta["rank"], r.meta["reduce_bytes_sent"]) for r in ran.of("step")}
+        assert len(found[microbatches]) == 4  # one number per rank, the same in every step
+    assert found[1] == found[4] == found[8]
+    assert all(sent > 0 for _, sent in found[1])
+
+
+@pytest.mark.parametrize("allreduce", ["ring", "native"])
+def test_timing_moves_no_bit(allreduce: str) -> None:
+    """P = 2, R = 2, dropout and clipping: the same run again, with ranks held up at random."""
+
+    def hold_up(worker: Worker) -> None:
+        delays = random.Random(worker.rank)
+        for stage in worker.stages.values():
+            for layer in stage.layers:
+                layer.module.register_forward_hook(lambda *_: time.sleep(delays.random() * 4e-3))
+
+    model = {"_target_": "toys.mlp4", "p": 0.3, "loss": {"_target_": "toys.TokenLoss"}}
+    wanted = settings("1f1b", 2, 4, 2, model=model, clip_norm=0.05, steps=6, allreduce=AllReduce(allreduce))
+    one, other = run_threads(wanted), run_threads(wanted, hold_up)
+    assert one.losses() == other.losses()
+    for replica in (0, 1):
+        assert equal(one.state(replica), other.state(replica))
+    norms = [
+        sorted((r.meta["step"], r.meta["rank"], r.meta["grad_norm"]) for r in ran.of("step")) for ran in (one, other)
+    ]
+    assert norms[0] == norms[1]
+    assert norms[0][0][2] > 0
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_batch_in_which_nothing_counts_changes_nothing(replicas: int) -> None:
     """No target of the whole batch is scored: no gradient, no NaN, and weight decay has nothing to act on."""
@@ -253,6 +312,6 @@ def test_attention_without_dropout_is_not_seeded() -> None:
     model = {"_target_": "models.gpt.gpt", "context": 8, "layers": 2, "width": 8, "heads": 2, "dropout": 0.0}
     loss = {"loss": {"_target_": "models.gpt.NextTokenLoss"}}
     data = {"_target_": "models.data.Text", "context": 8, "max_bytes": 4000}
-    for dropout, random in ((0.0, False), (0.1, True)):
+    for dropout, draws in ((0.0, False), (0.1, True)):
         job = prepare(settings(model={**model, "dropout": dropout, **loss}, data=data, precision="fp32"), ".", ".")
-        assert [layer.random for layer in job.layers if "block" in layer.name] == [random] * 2
+        assert [layer.random for layer in job.layers if "block" in layer.name] == [draws] * 2
