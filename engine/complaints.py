@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hydra.errors import MissingConfigException, OverrideParseException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from engine.config import CONF, first_line, no_such_choice, unknown
@@ -60,5 +60,7 @@ def _no_name(arguments: Sequence[str]) -> str:
 def _no_such_key(error: OmegaConfBaseException) -> str:
     parent, full = error.parent_node, str(error.full_key)
     keys = [str(key) for key in parent if key != "hydra"] if isinstance(parent, DictConfig) else []
-    at = full.rpartition(".")[0]
-    return unknown("key", full, [f"{at}.{key}" if at else key for key in keys])
+    at, _, key = full.rpartition(".")
+    others = [file.stem for file in sorted((CONF / at).glob("*.yaml")) if at and key in OmegaConf.load(file)]
+    remark = f". {' and '.join(f'{at}={name}' for name in others)} would take it" if others else ""
+    return unknown("key", full, [f"{at}.{name}" if at else name for name in keys]) + remark

@@ -77,6 +77,8 @@ WRONG = {
     "timeout_s=1e300": ["timeout_s=1e+300", "at most 2000000"],
     "+lr_scheduler.gamma=1": ["lr_scheduler._target_=null"],
     "model.split=layer3": ["model.split=layer3", "[layer2,layer3]"],
+    "partition.split=[layer2]": ["partition.split", "partition=manual would take it"],
+    "model.depth=3": ["model.depth: no such key", "model=mlp would take it"],
     "+partition.split=5": ["partition.split=5", "[layer2,layer3]"],
     "+partition.split=[5]": ["partition.split=[5]", "[layer2,layer3]"],
     "data.workers=-1": ["data.workers=-1", "at least 0"],
