@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from engine.plan.features import SPLIT, features
 from engine.plan.schedules import build as build_schedule
 from engine.plan.schedules import offered_schedules
+from engine.runtime.environment import joined
 from engine.settings import Settings
 
 T = TypeVar("T")
@@ -60,6 +61,8 @@ AT_LEAST: dict[str, float] = {
     "seed": 0,
 }
 ABOVE_ZERO = ("train.clip_norm", "timeout_s")
+MOST_PAIRS = 2**24  # of a rank and a micro-batch: four times a run of 1024 ranks and 4096 micro-batches
+MOST_WORKERS = 256
 AT_MOST = {"timeout_s": 2e6}  # 23 days; the system's calls take milliseconds in 32 bits
 
 
@@ -157,6 +160,7 @@ def check(settings: Settings) -> None:
     for key in set(settings.partition) - {"name", "split"}:
         raise ValueError(unknown("key", f"partition.{key}", ("partition.name", "partition.split")))
     _check_ranges(settings)
+    _check_size(settings)
     _check_schedule(settings)
     for group in ("partition", "model"):
         _check_split(f"{group}.split", get(settings, group).get("split"))
@@ -178,6 +182,22 @@ def _check_ranges(settings: Settings) -> None:
     for path, most in AT_MOST.items():
         if get(settings, path) > most:
             raise ValueError(f"{path}={get(settings, path)} must be at most {most:.0f}")
+
+
+def _check_size(settings: Settings) -> None:
+    """Slips of the keyboard that would fill the memory, or the host with processes."""
+    pairs = settings.pipeline.ranks * settings.pipeline.microbatches
+    if pairs > MOST_PAIRS:
+        raise ValueError(
+            f"pipeline.ranks={settings.pipeline.ranks} x pipeline.microbatches={settings.pipeline.microbatches} is "
+            f"{pairs:,} forwards; a program may hold at most {MOST_PAIRS:,}: lower one of them"
+        )
+    if settings.mode == "train" and settings.world > MOST_WORKERS and not joined():
+        raise ValueError(
+            f"pipeline.ranks={settings.pipeline.ranks} x data_parallel.replicas={settings.data_parallel.replicas} is "
+            f"{settings.world} workers on this host; at most {MOST_WORKERS} are started here: lower one of them, or "
+            "start the run on several hosts with torchrun"
+        )
 
 
 def _check_schedule(settings: Settings) -> None:

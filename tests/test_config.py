@@ -216,3 +216,17 @@ def test_sections_and_values_are_not_exchanged() -> None:
 
 def test_the_files_are_beside_the_package() -> None:
     assert Path(__file__).resolve().parent.parent / "conf" == CONF
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"pipeline__microbatches": 10**8, "mode": "plan"}, "200,000,000 forwards"),
+        ({"data_parallel__replicas": 1000, "train__global_batch_size": 8000}, "2000 workers on this host"),
+    ],
+)
+def test_what_would_fill_the_host_is_refused(changes: dict[str, Any], words: str, monkeypatch: Any) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=words):
+        from_plain(plain(**changes))
