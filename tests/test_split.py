@@ -114,9 +114,11 @@ def test_linear_of_an_input_that_is_not_contiguous(precision: None, shape: tuple
 
 
 def test_linear_of_a_weight_that_lies_column_after_column(precision: None) -> None:
-    model = nn.Linear(WIDTH, 5)
-    model.weight = nn.Parameter(torch.randn(WIDTH, 5).t())
-    check(model, 4, WIDTH)
+    for inputs, outputs, rows in ((WIDTH, 5, 4), (67, 129, 257)):
+        model = nn.Linear(inputs, outputs)
+        model.weight = nn.Parameter(torch.randn(inputs, outputs).t())
+        check(model, rows, inputs)
+        check(nn.Linear(inputs, outputs), inputs, rows, layout=lambda x: x.t())
 
 
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
@@ -292,8 +294,9 @@ def test_everything_else_is_done_at_once(precision: None) -> None:
         (lambda m, x: F.linear(m.a.weight, m.a.weight)[:5] * m.b(x), "a.weight"),
         (lambda m, x: F.linear(x, m.b.weight.t()) + m.b(x) * m.b.bias, "b.weight b.bias"),
         (lambda m, x: F.linear(x, m.a.weight * 2) + Pair.apply(m.b.bias)[0], "a.weight b.bias"),
+        (lambda m, x: F.linear(x, m.a.weight, m.b.bias * 2), "a.weight b.bias"),
     ],
-    ids=["scalar", "tied", "itself", "transposed", "computed"],
+    ids=["scalar", "tied", "itself", "transposed", "computed", "computed bias"],
 )
 def test_a_parameter_with_another_use_goes_wholly_into_the_first_half(
     precision: None, function: Any, at_once: str
@@ -374,6 +377,20 @@ def test_layers_recomputed_in_their_backward(precision: None, reentrant: bool, c
 def test_vmap_and_no_grad_in_a_forward(precision: None) -> None:
     check(Free(lambda m, x: torch.func.vmap(m.a)(x) + m.b(x)), 5, WIDTH, at_once="a.weight a.bias")
     check(Free(lambda m, x: torch.no_grad()(m.a)(x) + m.b(x)), 5, WIDTH)
+
+
+def test_tensors_with_overrides_of_their_own_keep_them() -> None:
+    seen = []
+
+    class Watched(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    with Routing(Later()):
+        nn.Linear(2, 2)(torch.randn(1, 2).as_subclass(Watched))
+    assert F.linear in seen
 
 
 def test_an_absent_gradient_stays_absent() -> None:

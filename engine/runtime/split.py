@@ -191,7 +191,7 @@ _OPENED = {hiding: _opened(hiding) for hiding in (F.multi_head_attention_forward
 def _routable(weight: Tensor, bias: Tensor | None) -> bool:
     """Leaves, of which the weight is trained. (Under vmap and the like a leaf is more than it seems.)"""
     leaves = weight.is_leaf and weight.requires_grad and (bias is None or bias.is_leaf)
-    return leaves and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
+    return leaves and not torch._C._are_functorch_transforms_active()
 
 
 def _autocast(x: Tensor) -> Tensor:
