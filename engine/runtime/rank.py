@@ -60,11 +60,21 @@ def error_record(rank: int, error: BaseException) -> bytes:
         "own": not peer,
         "peer": error.peer if isinstance(error, PeerError) else None,
         "type": type(error).__name__,
-        "message": str(error) or "(no message)",
-        "traceback": "".join(traceback.format_exception(error)),
+        "message": _printable(str(error)) or "(no message)",
+        "traceback": _printable("".join(traceback.format_exception(error))),
         "time_ns": time.monotonic_ns(),
     }
     return encode("error", meta)
+
+
+def _printable(text: str, most: int = 20_000) -> str:
+    """Text that can be written anywhere: lone surrogates spelt out, and not without end."""
+    text = text.encode(errors="backslashreplace").decode()
+    return (
+        text
+        if len(text) <= most
+        else f"{text[: most // 2]} [... {len(text) - most} characters ...] {text[-most // 2 :]}"
+    )
 
 
 def threads_per_worker(job: Job) -> int:
@@ -96,7 +106,12 @@ class PostLog(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if self._thread not in (None, record.thread):
             return
-        meta = {"rank": self._rank, "level": record.levelno, "logger": record.name, "message": self.format(record)}
+        meta = {
+            "rank": self._rank,
+            "level": record.levelno,
+            "logger": record.name,
+            "message": _printable(self.format(record)),
+        }
         with contextlib.suppress(OSError):  # the parent is gone, and soon this process
             self._post(encode("log", meta))
 
