@@ -63,7 +63,7 @@ AT_LEAST: dict[str, float] = {
 ABOVE_ZERO = ("train.clip_norm", "timeout_s")
 MOST_PAIRS = 2**24  # of a rank and a micro-batch: four times a run of 1024 ranks and 4096 micro-batches
 MOST_WORKERS = 256
-AT_MOST = {"timeout_s": 2e6}  # 23 days; the system's calls take milliseconds in 32 bits
+AT_MOST = {"threads_per_worker": 1024, "timeout_s": 2e6}  # 23 days; the system's calls take milliseconds in 32 bits
 
 
 def load(config: DictConfig) -> Settings:
@@ -180,7 +180,7 @@ def _check_ranges(settings: Settings) -> None:
         if value is not None and value <= 0:
             raise ValueError(f"{path}={value} must be above 0")
     for path, most in AT_MOST.items():
-        if get(settings, path) > most:
+        if (get(settings, path) or 0) > most:
             raise ValueError(f"{path}={get(settings, path)} must be at most {most:.0f}")
 
 

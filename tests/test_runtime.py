@@ -14,6 +14,7 @@ import torch
 from harness import Ran, plain, run_threads, settings
 from test_parity import close, equal
 
+from engine.records import decode
 from engine.runtime.worker import Worker
 from engine.settings import AllReduce, Eval
 
@@ -315,3 +316,28 @@ def test_attention_without_dropout_is_not_seeded() -> None:
     for dropout, draws in ((0.0, False), (0.1, True)):
         job = prepare(settings(model={**model, "dropout": dropout, **loss}, data=data, precision="fp32"), ".", ".")
         assert [layer.random for layer in job.layers if "block" in layer.name] == [draws] * 2
+
+
+def test_a_sequential_is_the_same_model_whatever_the_cut() -> None:
+    """Its weights depend on the seed alone, and a module used twice stands twice."""
+    model = {"_target_": "toys.sequential", "loss": {"_target_": "toys.TokenLoss"}}
+    runs = [run_threads(settings("1f1b", ranks, 4, model=model)) for ranks in (1, 2, 5)]
+    assert [layer.name for layer in runs[0].job.layers] == ["0", "1", "2", "3", "4"]
+    assert equal(runs[0].state(), runs[1].state())
+    assert equal(runs[0].state(), runs[2].state())
+    assert runs[0].losses() == runs[2].losses()
+
+
+def test_weights_shared_by_layers_are_refused() -> None:
+    model = {"_target_": "toys.sharing", "loss": {"_target_": "toys.TokenLoss"}}
+    with pytest.raises(ValueError, match="layers 'a' and 'b' share a weight"):
+        run_threads(settings("1f1b", 1, 4, model=model))
+
+
+def test_any_text_of_an_error_can_be_reported() -> None:
+    from engine.runtime.rank import error_record
+
+    meta = decode(error_record(0, ValueError("bad \ud800" + "x" * 10**6))).meta
+    assert meta["message"].startswith("bad \\ud800x")
+    assert len(meta["message"]) < 21_000
+    meta["message"].encode()

@@ -186,3 +186,15 @@ def mlp(layers: int = 16, width: int = 8, classes: int = 5) -> Layers:
     """As many layers as are wanted, so that every rank of a test can have several stages."""
     blocks: Layers = [(f"block{i}", lambda: Block(width, width, 0.0)) for i in range(layers - 1)]
     return [*blocks, ("head", lambda: nn.Linear(width, classes))]
+
+
+def sequential(width: int = 8, classes: int = 5) -> nn.Sequential:
+    """Built as a whole; one activation is used twice."""
+    tanh = nn.Tanh()
+    return nn.Sequential(nn.Linear(width, width), tanh, nn.Linear(width, width), tanh, nn.Linear(width, classes))
+
+
+def sharing(width: int = 8) -> Layers:
+    """Two layers that are one."""
+    linear = nn.Linear(width, width)
+    return [("a", lambda: linear), ("tanh", nn.Tanh), ("b", lambda: linear)]

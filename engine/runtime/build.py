@@ -42,7 +42,8 @@ def model_layers(config: Mapping[str, Any]) -> list[tuple[str, Callable[[], nn.M
     keywords = {key: value for key, value in config.items() if key not in ("loss", "split")}
     made = build(keywords, where="model")
     if isinstance(made, nn.Sequential):
-        return [(name, lambda child=child: child) for name, child in made.named_children()]  # type: ignore[misc]
+        # Not named_children(), which leaves out the second use of a module.
+        return [(name, lambda child=child: child) for name, child in made._modules.items()]  # type: ignore[misc]
     layers = list(made) if isinstance(made, list | tuple) else []
     if not layers or not all(isinstance(x, tuple) and len(x) == 2 and callable(x[1]) for x in layers):
         raise ValueError(
@@ -62,14 +63,14 @@ def autocast_of(precision: str, device: torch.device) -> Callable[[], AbstractCo
 def build_stages(job: Job, rank: int, device: torch.device) -> dict[int, Stage]:
     """The stages of pipeline rank `rank`, on `device`, in the run's parameter dtype."""
     settings = job.settings
-    factories: list[tuple[str, Callable[[], nn.Module]]] | None = None
+    with building(settings.seed, "model"):
+        factories = model_layers(settings.model)
     stages = {}
     ends = [*job.split[1:], len(job.layers)]
     for index in job.placement.stages_of(rank):
         layers = []
         for number in range(job.split[index], ends[index]):
             with building(settings.seed, number):
-                factories = factories or model_layers(settings.model)
                 module = factories[number][1]()
             module.to(device=device, dtype=DTYPES[settings.precision])
             layers.append(StageLayer(number, job.layers[number].name, module, job.layers[number].random))

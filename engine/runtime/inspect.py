@@ -68,7 +68,9 @@ class FakeModel:
         with self._mode, torch.device(device):
             made = factories()
             self.names = [name for name, _ in made]
-            self.modules = [_cast(_built(name, factory), dtype) for name, factory in made]
+            built = [_built(name, factory) for name, factory in made]
+            _refuse_shared(self.names, built)
+            self.modules = [_cast(module, dtype) for module in built]
         if len(set(self.names)) != len(self.names):
             twice = sorted({n for n in self.names if self.names.count(n) > 1})
             raise ValueError(f"layer names must differ; given more than once: {', '.join(twice)}")
@@ -150,6 +152,18 @@ def _try_loss(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> None
             f"model.loss fails on the model's output ({_shapes(output)}) and the data's targets ({_shapes(target)}): "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def _refuse_shared(names: Sequence[str], modules: Sequence[nn.Module]) -> None:
+    owner: dict[Tensor, str] = {}
+    for name, module in zip(names, modules, strict=True):
+        for parameter in module.parameters():
+            first = owner.setdefault(parameter, name)
+            if first != name:
+                raise ValueError(
+                    f"layers {first!r} and {name!r} share a weight, which cannot live on two stages: "
+                    "put both uses into one layer, or give each a weight of its own"
+                )
 
 
 def _built(name: str, factory: Callable[[], nn.Module]) -> nn.Module:

@@ -1,6 +1,6 @@
 """Where every random number of a run comes from.
 
-    seed_for(seed, "weights", layer)                              a layer's initial weights
+    seed_for(seed, "weights", layer)                              a layer's initial weights ("model": all at once)
     seed_for(seed, "draw", layer, step, microbatch, replica)      what a layer draws in one forward (dropout masks)
     seed_for(seed, "epoch", epoch)                                the order of the samples in an epoch
 
@@ -43,8 +43,11 @@ def drawing(seed: int, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def building(seed: int, layer: int) -> Iterator[None]:
-    """Build a layer: torch, numpy and random are seeded for it, one layer at a time in this process."""
+def building(seed: int, layer: int | str) -> Iterator[None]:
+    """Build a layer: torch, numpy and random are seeded for it, one layer at a time in this process.
+
+    "model" stands for the call of the model's function itself, which builds an `nn.Sequential` as a whole.
+    """
     with _DRAWING:
         value = seed_for(seed, "weights", layer)
         torch.default_generator.manual_seed(value)
