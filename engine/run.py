@@ -26,6 +26,7 @@ from engine.plan.summary import CSV_NAME, plan_summary, plan_text
 from engine.plan.text import to_csv
 from engine.plan.verify import verify
 from engine.records import Record
+from engine.report.files import write_json, write_text
 from engine.runtime import environment, interrupt
 from engine.runtime.verdict import Outcome
 from engine.settings import Settings
@@ -91,7 +92,7 @@ def finish(folder: Path, outcome: Outcome, settings: Settings | None, recorder: 
         text = outcome.error or ""
         if outcome.traceback:
             text = f"{text}\n\n{outcome.traceback}"
-        (folder / "error.txt").write_text(text.rstrip() + "\n")
+        write_text(folder / "error.txt", text.rstrip() + "\n")
     if recorder is not None:
         recorder.finish(outcome.status, outcome.error)
         return outcome
@@ -100,7 +101,7 @@ def finish(folder: Path, outcome: Outcome, settings: Settings | None, recorder: 
         summary |= {"mode": settings.mode, "schedule": settings.schedule.get("name")}
         summary |= {"ranks": settings.pipeline.ranks, "microbatches": settings.pipeline.microbatches}
         summary |= {"replicas": settings.data_parallel.replicas}
-    _write_json(folder / "summary.json", summary)
+    write_json(folder / "summary.json", summary)
     return outcome
 
 
@@ -114,8 +115,8 @@ def write_plan(
     costs = Costs.from_settings(settings.plan.costs, program.placement, program.microbatches)
     timeline = simulate(program, costs)
     found = figures(program, timeline)
-    _write_json(folder / "plan.json", plan_summary(program, lowered, costs, timeline, found, layers))
-    (folder / CSV_NAME).write_text(to_csv(program))
+    write_json(folder / "plan.json", plan_summary(program, lowered, costs, timeline, found, layers))
+    write_text(folder / CSV_NAME, to_csv(program))
     return plan_text(program, timeline, found)
 
 
@@ -157,11 +158,7 @@ def _describe(job: Job, folder: Path, recorder: Recorder) -> None:
     layers = [[layer.name for layer in job.layers[a:b]] for a, b in zip(job.split, ends, strict=True)]
     write_plan(job.settings, job.compute, folder, layers)
     config = asdict(job.settings)
-    _write_json(folder / "config.json", config)
+    write_json(folder / "config.json", config)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
     message = f"configuration {digest} (config.json), seed {job.settings.seed}"
     recorder(Record("log", {"rank": None, "level": logging.INFO, "logger": __name__, "message": message}, {}))
-
-
-def _write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=1, default=str) + "\n")

@@ -128,4 +128,6 @@ def test_a_short_batch_of_a_program_from_a_file(tmp_path: Path) -> None:
     path.write_text(to_csv(build("hanayo", 2, 4)))
     wanted = settled({"name": "csv", "path": str(path)}, 2, 4, data={"_target_": "toys.Tokens", "samples": 35})
     expected, _ = plain(replace(wanted, schedule={"name": "gpipe"}), microbatched=True)
-    close(run_threads(wanted), expected)
+    ran = run_threads(wanted)
+    close(ran, expected)
+    assert sorted(ran.job.steps) == [0, 3, 4]

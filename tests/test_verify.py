@@ -291,12 +291,17 @@ def test_sends_that_cross_do_not_block():
     """Each rank sends before it receives: a deadlock where a send waits for its receive, not here."""
     placement = Placement(2, ((0, 1), (1, 0)), (0, 1))
     text = "0F0,0SEND_F0,1RECV_F1,1F1\n0F1,0SEND_F1,1RECV_F0,1F0\n"
-    verify(from_csv(text, placement))
+    program = from_csv(text, placement)
+    verify(program)
+    with pytest.raises(InvalidProgram, match="1F0"):
+        verify(from_csv(text.replace("1RECV_F0,", ""), placement))
 
 
 @pytest.mark.parametrize("rows", ["(0F0;0F1)OVERLAP_F_B\n", "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n"])
 def test_overlapped_pairs_are_verified_as_two_actions(rows):
-    verify(from_csv(rows))
+    program = from_csv(rows)
+    verify(program)
+    assert [str(action) for action in program.actions(0) if action.fused] in (["0F0"], ["0F1"])
 
 
 def test_an_overlapped_pair_needs_both_its_halves():
