@@ -28,19 +28,27 @@ def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: flo
         )
 
 
+def clipped(
+    ranks: int, microbatches: int, replicas: int, optimizer: dict[str, object], global_batch_size: int, samples: int
+) -> Settings:
+    """Clipping on, and every second sample without a target that counts."""
+    return settings(
+        "gpipe",
+        ranks,
+        microbatches,
+        replicas,
+        optimizer=optimizer,
+        clip_norm=0.05,
+        global_batch_size=global_batch_size,
+        data={"_target_": "toys.Tokens", "blank": 2, "samples": samples},
+    )
+
+
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
 @pytest.mark.parametrize(("ranks", "microbatches"), list(itertools.product(RANKS, MICROBATCHES)))
 def test_equals_one_process(ranks: int, microbatches: int, optimizer: dict[str, object]) -> None:
     """18 samples (uneven micro-batches), ignored targets, a blank sample, clipping on; three schedules, R = 1."""
-    base = settings(
-        "gpipe",
-        ranks,
-        microbatches,
-        optimizer=optimizer,
-        clip_norm=0.05,
-        global_batch_size=18,
-        data={"_target_": "toys.Tokens", "blank": 2},
-    )
+    base = clipped(ranks, microbatches, 1, optimizer, global_batch_size=18, samples=64)
     expected, losses = plain(base, microbatched=True)
     whole, _ = plain(base, microbatched=False)
     for schedule in SCHEDULES:
@@ -54,16 +62,7 @@ def test_equals_one_process(ranks: int, microbatches: int, optimizer: dict[str, 
 @pytest.mark.parametrize(("ranks", "microbatches"), list(itertools.product(RANKS, MICROBATCHES)))
 def test_replicas_equal_one_process(ranks: int, microbatches: int, optimizer: dict[str, object]) -> None:
     """R = 2, 19 samples: replicas with different shares, a short last batch after two steps."""
-    base = settings(
-        "gpipe",
-        ranks,
-        microbatches,
-        2,
-        optimizer=optimizer,
-        clip_norm=0.05,
-        global_batch_size=19,
-        data={"_target_": "toys.Tokens", "blank": 2, "samples": 40},
-    )
+    base = clipped(ranks, microbatches, 2, optimizer, global_batch_size=19, samples=40)
     expected, losses = plain(base, microbatched=True)
     states = []
     for schedule in SCHEDULES:
