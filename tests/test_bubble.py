@@ -13,7 +13,7 @@ from engine.plan.actions import Op, unpack
 from engine.plan.schedules import build
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Span, Timeline
 from engine.plan.verify import verify
-from engine.report.bubble import NAMES, account
+from engine.report.bubble import NAMES, account, stretches
 from engine.report.cause import causes, diagnose
 from engine.report.measure import Bubbles, Measure, fractions, repeated
 from engine.settings import AllReduce, Train
@@ -119,6 +119,20 @@ def test_every_nanosecond_has_one_name(what: Timeline, ranks: int) -> None:
     assert (found.table >= 0).all() and (found.latency >= found.messages).all()
     assert found.table.sum(axis=1).tolist() == (what.windows[:, 1] - what.windows[:, 0]).tolist()
     assert found.table.tolist() == moment_by_moment(what, ranks).tolist()
+
+
+@given(garbage(), st.sampled_from([1, RANKS]))
+def test_stretches_tile_the_windows_and_add_up_to_the_account(what: Timeline, ranks: int) -> None:
+    cut = stretches(what, ranks)
+    table = np.zeros((what.ranks, len(NAMES)), dtype=np.int64)
+    np.add.at(table, (cut.rank, cut.name), cut.end - cut.start)
+    assert (table == account(what, ranks, RANKS).table).all()
+    for rank, (begin, finish) in enumerate(what.windows.tolist()):
+        mine = cut.rank == rank
+        edges = [begin, *cut.end[mine].tolist()]
+        assert cut.start[mine].tolist() == edges[:-1] and edges[-1] == finish
+        names = cut.name[mine]
+        assert (names[1:] != names[:-1]).all()  # each is as long as it can be
 
 
 def test_the_sum_is_exact_at_the_size_of_real_clocks() -> None:

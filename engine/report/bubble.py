@@ -68,10 +68,47 @@ class _Pieces(NamedTuple):
     end: Ints
 
 
+class Stretches(NamedTuple):
+    """Windows cut at every change of name, rank by rank in order of time: parallel arrays; `name` indexes NAMES."""
+
+    rank: Ints
+    name: Ints
+    start: Ints
+    end: Ints
+
+
+class _Claims(NamedTuple):
+    """What covers the windows. `waits` are indices of spans that saw a message's whole way if it was late at all;
+    `issued` says when that message was sent.
+    """
+
+    pieces: list[_Pieces]
+    waits: Ints
+    issued: Ints
+
+
 def account(timeline: Timeline, ranks: int, stages: int) -> Account:
     """The account of one measured step. `ranks` is P; the timeline holds the ranks of all replicas."""
+    claims = _claims(timeline, ranks)
+    cut = _sweep(claims.pieces, timeline)
+    table = np.zeros((timeline.ranks, len(NAMES)), dtype=np.int64)
+    np.add.at(table, (cut.rank, cut.name), cut.end - cut.start)
+    return Account(table, *_latencies(timeline, claims.waits, claims.issued, stages))
+
+
+def stretches(timeline: Timeline, ranks: int) -> Stretches:
+    """Where on the time axis the account found what it counts: `account` adds these up."""
+    cut = _sweep(_claims(timeline, ranks).pieces, timeline)
+    begins = np.ones(len(cut.rank), dtype=bool)
+    begins[1:] = (cut.rank[1:] != cut.rank[:-1]) | (cut.name[1:] != cut.name[:-1])
+    first = np.flatnonzero(begins)
+    last = np.append(first[1:], len(begins))[: len(first)] - 1
+    return Stretches(cut.rank[first], cut.name[first], cut.start[first], cut.end[last])
+
+
+def _claims(timeline: Timeline, ranks: int) -> _Claims:
     windows = timeline.windows.astype(np.int64)
-    begin, finish = windows[:, 0], np.maximum(windows[:, 0], windows[:, 1])
+    begin, finish = _bounds(timeline)
     rank = timeline.rank.astype(np.int64)
     start = np.clip(timeline.start, begin[rank], finish[rank])
     end = np.maximum(start, np.clip(timeline.end, begin[rank], finish[rank]))
@@ -88,10 +125,14 @@ def account(timeline: Timeline, ranks: int, stages: int) -> Account:
     by_message = _split(rank[waits], start[waits], end[waits], issued, first)
     everyone = np.arange(timeline.ranks)
     drains = _Pieces(everyone, np.full(timeline.ranks, _DRAIN), last, finish)
-    table = _sweep([by_kind, *by_message, drains], begin, finish)
     undisturbed = np.delete(np.arange(len(waits)), wait)
-    latencies = _latencies(timeline, waits[undisturbed], issued[undisturbed], stages)
-    return Account(table[:, np.argsort(_COLUMN)], *latencies)
+    return _Claims([by_kind, *by_message, drains], waits[undisturbed], issued[undisturbed])
+
+
+def _bounds(timeline: Timeline) -> tuple[Ints, Ints]:
+    """When each rank's window begins and ends."""
+    windows = timeline.windows.astype(np.int64)
+    return windows[:, 0], np.maximum(windows[:, 0], windows[:, 1])
 
 
 def _inside(rank: Ints, start: Ints, end: Ints, inner: Ints, outer: Ints) -> tuple[Ints, Ints]:
@@ -121,14 +162,11 @@ def _split(rank: Ints, start: Ints, end: Ints, issued: Ints, first: Ints) -> lis
     return [_Pieces(rank, np.full(len(rank), k), a, b) for k, a, b in zip(kinds, bounds, bounds[1:], strict=False)]
 
 
-def _sweep(pieces: list[_Pieces], begin: Ints, finish: Ints) -> Ints:
-    """Cut all windows, laid end to end, at every start and end; give each bit to the first class that covers it.
-
-    Returns [ranks, classes] in _ORDER.
-    """
+def _sweep(pieces: list[_Pieces], timeline: Timeline) -> Stretches:
+    """Cut all windows, laid end to end, at every start and end; give each bit to the first class that covers it."""
     rank, kind, start, end = (np.concatenate(column) for column in zip(*pieces, strict=True))
-    lengths = finish - begin
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    begin, finish = _bounds(timeline)
+    offsets = np.concatenate([[0], np.cumsum(finish - begin)])
     shift = (offsets[:-1] - begin)[rank]
     cuts, at = np.unique(np.concatenate([start + shift, end + shift, offsets]), return_inverse=True)
     cover = np.zeros((len(_ORDER), len(cuts)), dtype=np.int64)
@@ -137,9 +175,8 @@ def _sweep(pieces: list[_Pieces], begin: Ints, finish: Ints) -> Ints:
     covered = np.cumsum(cover, axis=1)[:, :-1] > 0
     covered[_OTHER] = True
     owner = np.searchsorted(offsets, cuts[:-1], side="right") - 1
-    table = np.zeros((len(begin), len(_ORDER)), dtype=np.int64)
-    np.add.at(table, (owner, covered.argmax(axis=0)), np.diff(cuts))
-    return table
+    moved = (begin - offsets[:-1])[owner]
+    return Stretches(owner, _COLUMN[covered.argmax(axis=0)], cuts[:-1] + moved, cuts[1:] + moved)
 
 
 def _latencies(timeline: Timeline, waits: Ints, issued: Ints, stages: int) -> tuple[Ints, Ints]:
