@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 import warnings
@@ -14,14 +16,18 @@ import recorded
 from PIL import Image
 from recorded import recorder, step_records, traced_run, with_train
 
+from engine.report import curves
 from engine.report.board import Board
-from engine.report.recorder import METRICS, _hparams
+from engine.report.bubble import NAMES
+from engine.report.hparams import METRICS, hparams
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
-    from tensorboard.plugins.hparams import metadata
+    from tensorboard.plugins.custom_scalar import layout_pb2
+    from tensorboard.plugins.hparams import api_pb2, metadata
+    from tensorboard.util.tensor_util import make_ndarray
 
 HPARAMS = ("_hparams_/experiment", "_hparams_/session_start_info", "_hparams_/session_end_info")
 
@@ -69,7 +75,10 @@ def test_all_tags_are_there_in_one_file(tmp_path: Path) -> None:
         "bubble/measured",
         *(f"bubble/rank{rank}/{name}" for rank in range(2) for name in names),
         *(f"memory/rank{rank}/{name}" for rank in range(2) for name in ("peak_in_flight", "peak_activation_bytes")),
+        *(f"stack/rank{rank}/{name}" for rank in range(2) for name in ("ground", "compute", *names)),
+        *METRICS,
     }
+    assert set(found.Tags()["histograms"]) == {f"actions/stage{stage}/{kind}" for stage in range(2) for kind in "FB"}
     assert set(found.Tags()["images"]) == {"timeline/predicted", "timeline/measured"}
     assert "report/text_summary" in found.Tags()["tensors"]
 
@@ -143,18 +152,77 @@ def test_a_sweep_has_one_session_per_job_and_the_same_keys(tmp_path: Path) -> No
     assert [session["clip_norm"].string_value for session in sessions] == ["None", "None", "1.0", "None"]
 
 
-@pytest.mark.parametrize("status", ["failed", "interrupted"])
-def test_only_a_completed_session_is_marked_as_ended(status: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("status", "end"), [("completed", ["SUCCESS"]), ("failed", ["FAILURE"]), ("interrupted", [])])
+def test_a_session_ends_as_the_run_did(status: str, end: list[str], tmp_path: Path) -> None:
     finished(tmp_path, status=status)
     assert len(plugin_data(tmp_path, HPARAMS[1])) == 1
-    assert plugin_data(tmp_path, HPARAMS[2]) == []
+    ends = [metadata.parse_session_end_info_plugin_data(data).status for data in plugin_data(tmp_path, HPARAMS[2])]
+    assert ends == [api_pb2.Status.Value(f"STATUS_{name}") for name in end]
     assert len(read(tmp_path).Scalars("train/loss")) == 3
+
+
+def test_a_job_that_failed_before_its_first_step_is_in_the_table(tmp_path: Path) -> None:
+    finished(tmp_path, steps=0, status="failed")
+    assert len(event_files(tmp_path)) == 1
+    assert [len(plugin_data(tmp_path, tag)) for tag in HPARAMS] == [1, 1, 1]
+
+
+def test_what_came_of_a_run_is_what_its_summary_says(tmp_path: Path) -> None:
+    found = read(finished(tmp_path))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    values = {tag.partition("/")[2]: found.Scalars(tag)[-1].value for tag in METRICS}
+    assert values["loss"] == summary["loss"]["last"]
+    assert values["samples_per_second"] == pytest.approx(summary["samples_per_second"])
+    assert values["bubble_measured"] == pytest.approx(summary["bubble"]["measured"])
+    assert values["peak_activation_bytes"] == max(summary["peak_activation_bytes"])
+
+
+def test_no_curve_folds_back(tmp_path: Path) -> None:
+    found = read(finished(tmp_path))
+    for kind, of in (("scalars", found.Scalars), ("histograms", found.Histograms), ("images", found.Images)):
+        for tag in found.Tags()[kind]:
+            points = [(event.step, event.wall_time) for event in of(tag)]
+            assert points == sorted(points) and len({step for step, _ in points}) == len(points), tag
+
+
+def test_stacked_bands_end_at_the_whole_step(tmp_path: Path) -> None:
+    found = read(finished(tmp_path))
+    for rank in range(2):
+        tops = [found.Scalars(f"stack/rank{rank}/{name}")[-1].value for name in ("ground", *NAMES)]
+        assert tops == sorted(tops) and (tops[0], tops[-1]) == (0, pytest.approx(1))
+        drain = found.Scalars(f"bubble/rank{rank}/drain")[-1].value
+        assert tops[-2] - tops[-3] == pytest.approx(drain, abs=1e-6)
+
+
+def test_histograms_hold_every_action_in_milliseconds(tmp_path: Path) -> None:
+    histogram = read(finished(tmp_path)).Histograms("actions/stage1/B")[-1].histogram_value
+    assert (histogram.num, histogram.min, histogram.max) == (4, 4.0, 4.0)
+
+
+def test_every_chart_of_the_layout_has_curves(tmp_path: Path) -> None:
+    tags = read(finished(tmp_path)).Tags()["scalars"]
+    (written,) = [v for event in events(tmp_path) for v in event.summary.value if v.tag == "custom_scalars__config__"]
+    parsed = layout_pb2.Layout()
+    parsed.ParseFromString(make_ndarray(written.tensor).item())
+    assert [category.title for category in parsed.category] == ["Bubble", "Where a step goes", "Training", "Memory"]
+    for chart in (chart for category in parsed.category for chart in category.chart):
+        if chart.HasField("margin"):
+            wanted = {tag for band in chart.margin.series for tag in (band.value, band.lower, band.upper)}
+            assert wanted <= set(tags)
+        else:
+            assert any(re.match(pattern, tag) for pattern in chart.multiline.tag for tag in tags)
+
+
+def test_charts_of_one_name_are_the_same_in_all_runs() -> None:
+    small, large = (curves.layout(recorded.job("gpipe", ranks, 4)) for ranks in (2, 4))
+    for category, charts in small.items():
+        assert charts.items() <= large[category].items()
 
 
 def test_no_file_before_something_is_written(tmp_path: Path) -> None:
     board = Board(tmp_path)
     board.scalars({"a": None}, 0)
-    board.end_session()
+    board.end_session("completed")
     board.flush()
     board.close()
     assert not event_files(tmp_path) and not board.opened
@@ -171,7 +239,7 @@ def test_hparams_know_no_null() -> None:
 
     gathered = Steps(of)
     steps = [step for step in map(gathered.add, record) if step]
-    assert all(isinstance(value, str | int | float) for value in _hparams(of, steps[0]).values())
+    assert all(isinstance(value, str | int | float) for value in hparams(of, steps[0].lr).values())
 
 
 def test_tensorboard_is_imported_only_when_it_is_needed() -> None:

@@ -11,7 +11,7 @@ from recorded import MS, costs, measured
 from engine.plan.schedules import build
 from engine.plan.simulate import Costs, simulate
 from engine.plan.timeline import Kind, Span, Timeline
-from engine.report import draw
+from engine.report import draw, palette
 from engine.report.draw import Panel
 
 SKY, ORANGE, PURPLE, BLANK = (86, 180, 233), (230, 159, 0), (204, 121, 167), (246, 246, 246)
@@ -94,8 +94,8 @@ def test_any_number_of_ranks_makes_a_readable_size(ranks: int) -> None:
 
 
 def test_colours_are_apart_and_every_drawn_kind_has_a_word() -> None:
-    assert set(draw._COLOURS) == set(draw._WORDS)
-    assert len(set(draw._COLOURS.values())) == len(draw._COLOURS) - 1  # B and I, which is the half of B
+    assert set(palette.COLOURS) == set(palette.WORDS)
+    assert len(set(palette.COLOURS.values())) == len(palette.COLOURS) - 1  # B and I, which is the half of B
 
 
 @pytest.mark.parametrize("least", [0.0003, 0.19, 0.2, 0.21, 1, 3, 7, 12345])

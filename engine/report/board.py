@@ -9,17 +9,23 @@ and so a second session in the table.
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
-FLUSH_S = 10  # what a killed parent can lose at most, beyond the steps that were flushed because they were printed
+from engine.report import series
+from engine.report.hparams import HParam
 
-HParam = str | float | int | bool
+_ENDS = {"completed": 1, "failed": 2}  # TensorBoard's numbers for the status of a session
+_DATA_CLASS_TENSOR = 2  # TensorBoard's number for it
+BINS = 30  # of a histogram
+FLUSH_S = 10  # what a killed parent can lose at most, beyond the steps that were flushed because they were printed
 
 
 class Board:
@@ -29,7 +35,7 @@ class Board:
         self._folder = folder
         self._make_writer, self._summaries = _tensorboard()
         self._writer: Any = None
-        self._session_end: Any = None
+        self._session = False
 
     @property
     def opened(self) -> bool:
@@ -42,11 +48,34 @@ class Board:
             points = [summary.Value(tag=tag, simple_value=value) for tag, value in known.items()]
             self._open().file_writer.add_summary(summary(value=points), step)
 
+    def histograms(self, values: Mapping[str, npt.NDArray[np.float64]], step: int) -> None:
+        """One histogram for each tag."""
+        points = [self._summaries.histogram(tag, numbers, BINS).value[0] for tag, numbers in values.items()]
+        if points:
+            self._open().file_writer.add_summary(self._summaries.Summary(value=points), step)
+
+    def layout(self, charts: Mapping[str, Mapping[str, Any]]) -> None:
+        """How the page of custom scalars is laid out: see `curves.layout`."""
+        from tensorboard.plugins.custom_scalar import layout_pb2, metadata
+
+        categories = [
+            layout_pb2.Category(
+                title=category, chart=[_chart(layout_pb2, title, curves) for title, curves in each.items()]
+            )
+            for category, each in charts.items()
+        ]
+        content = layout_pb2.Layout(category=categories).SerializeToString()
+        self._bytes(metadata.CONFIG_SUMMARY_TAG, content, 0, metadata.PLUGIN_NAME)
+
     def image(self, tag: str, image: Image.Image, step: int) -> None:
         self._open().add_image(tag, np.asarray(image), step, dataformats="HWC")
 
     def text(self, tag: str, markdown: str, step: int) -> None:
         self._open().add_text(tag, markdown, step)
+
+    def document(self, step: int, document: str, about: bytes) -> None:
+        """A series of its own for the document of one step; `about` is what lists of steps show of it."""
+        self._bytes(series.tag_of(step), series.packed(document), step, series.PLUGIN, about)
 
     def begin_session(self, hparams: Mapping[str, HParam], metrics: Sequence[str]) -> None:
         """Declare the run in the HParams table. `metrics` are tags of scalars; their last values are shown.
@@ -55,14 +84,21 @@ class Board:
         """
         writer = self._open()
         summaries = self._summaries.hparams(dict(hparams), dict.fromkeys(metrics, 0.0))
-        experiment, start, self._session_end = summaries
-        writer.file_writer.add_summary(experiment)
-        writer.file_writer.add_summary(start)
+        for one in summaries[:2]:  # the third would say that it has ended
+            writer.file_writer.add_summary(one)
+        self._session = True
 
-    def end_session(self) -> None:
-        """Mark the session as successful; one that failed or was interrupted stays without an end."""
-        if self._session_end is not None:
-            self._open().file_writer.add_summary(self._session_end)
+    def end_session(self, status: str) -> None:
+        """Mark the session as successful or failed; one that was interrupted stays without an end."""
+        if not self._session or status not in _ENDS:
+            return
+        from tensorboard.plugins.hparams import metadata, plugin_data_pb2
+
+        ended = plugin_data_pb2.SessionEndInfo(status=_ENDS[status], end_time_secs=time.time())
+        told = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(session_end_info=ended))
+        summary = self._summaries.Summary
+        value = summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=told)
+        self._open().file_writer.add_summary(summary(value=[value]))
 
     def flush(self) -> None:
         if self._writer is not None:
@@ -72,10 +108,29 @@ class Board:
         if self._writer is not None:
             self._writer.close()
 
+    def _bytes(self, tag: str, content: bytes, step: int, plugin: str, about: bytes = b"") -> None:
+        """A point that a plugin reads: of the class of tensors, without which a loader would keep nothing of it."""
+        summary = self._summaries.Summary
+        data = self._summaries.SummaryMetadata.PluginData(plugin_name=plugin, content=about)
+        metadata = self._summaries.SummaryMetadata(plugin_data=data, data_class=_DATA_CLASS_TENSOR)
+        tensor = self._summaries.TensorProto(
+            dtype="DT_STRING", string_val=[content], tensor_shape=self._summaries.TensorShapeProto()
+        )
+        value = summary.Value(tag=tag, tensor=tensor, metadata=metadata)
+        self._open().file_writer.add_summary(summary(value=[value]), step)
+
     def _open(self) -> Any:
         if self._writer is None:
             self._writer = self._make_writer(str(self._folder), flush_secs=FLUSH_S)
         return self._writer
+
+
+def _chart(made: Any, title: str, curves: Sequence[Any]) -> Any:
+    """Names of curves share one chart as lines; triples (curve, lower, upper) as bands."""
+    if isinstance(curves[0], str):
+        return made.Chart(title=title, multiline=made.MultilineChartContent(tag=curves))
+    bands = [made.MarginChartContent.Series(value=v, lower=low, upper=up) for v, low, up in curves]
+    return made.Chart(title=title, margin=made.MarginChartContent(series=bands))
 
 
 def _tensorboard() -> tuple[Any, Any]:

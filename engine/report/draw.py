@@ -1,7 +1,6 @@
 """A timeline as a picture: a row per rank, a block per action, idle time left blank.
 
 Several timelines stand below each other on one time axis, so that predicted and measured can be compared by eye.
-Colours are Okabe and Ito's ("Color Universal Design", 2008), which stay apart for colour-blind readers.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
-
-Colour = tuple[int, int, int]
+from engine.report.palette import COLOURS, WORDS
 
 WIDTH = 1400  # pixels
 _MARGIN = 16
@@ -24,24 +22,6 @@ _LABELS = 120  # left of the rows
 _TITLE, _AXIS, _LEGEND = 34, 40, 34  # heights
 _LEAST_ROW, _MOST_ROW, _ROWS = 6, 30, 640  # a row's height, and what all rows of a panel may take together
 _INK, _QUIET, _GRID, _IDLE, _PAPER = (30, 30, 30), (110, 110, 110), (222, 222, 222), (246, 246, 246), (255, 255, 255)
-_COLOURS: dict[Kind, Colour] = {
-    Kind.F: (86, 180, 233),  # sky blue
-    Kind.B: (230, 159, 0),  # orange
-    Kind.I: (230, 159, 0),
-    Kind.W: (0, 158, 115),  # bluish green
-    Kind.STEP: (204, 121, 167),  # reddish purple
-    Kind.REDUCE: (213, 94, 0),  # vermillion
-    Kind.WAIT_DATA: (240, 228, 66),  # yellow
-}
-_WORDS = {
-    Kind.F: "forward",
-    Kind.B: "backward",
-    Kind.I: "input-gradient half",
-    Kind.W: "weight-gradient half",
-    Kind.STEP: "optimizer step",
-    Kind.REDUCE: "replica reduction (behind)",
-    Kind.WAIT_DATA: "waiting for data",
-}
 
 
 @dataclass(frozen=True)
@@ -128,7 +108,7 @@ class _Canvas:
         columns = (timeline.rank, timeline.kind, timeline.microbatch, left, right)
         gap = 1 if height >= 12 else 0
         for rank, number, microbatch, a, b in zip(*(column.tolist() for column in columns), strict=True):
-            colour = _COLOURS.get(Kind(number))
+            colour = COLOURS.get(Kind(number))
             if colour is None or b < self.left or a > self.right:
                 continue
             top, bottom = rows + rank * height + gap, rows + (rank + 1) * height - 1 - gap
@@ -151,9 +131,9 @@ def _round_step(least: float) -> float:
 
 def _legend(pen: ImageDraw.ImageDraw, top: int, kinds: set[Kind]) -> None:
     x, y = _MARGIN + _LABELS, top + _LEGEND // 2 - 4
-    for kind in [kind for kind in _COLOURS if kind in kinds]:
-        pen.rectangle((x, y - 6, x + 14, y + 6), _COLOURS[kind])
-        pen.text((x + 20, y), _WORDS[kind], _INK, _font(12), anchor="lm")
-        x += 36 + round(pen.textlength(_WORDS[kind], _font(12)))
+    for kind in [kind for kind in COLOURS if kind in kinds]:
+        pen.rectangle((x, y - 6, x + 14, y + 6), COLOURS[kind])
+        pen.text((x + 20, y), WORDS[kind], _INK, _font(12), anchor="lm")
+        x += 36 + round(pen.textlength(WORDS[kind], _font(12)))
     pen.rectangle((x, y - 6, x + 14, y + 6), _IDLE, _GRID)
     pen.text((x + 20, y), "bubble", _INK, _font(12), anchor="lm")

@@ -33,8 +33,13 @@ _USERS = (Kind.F, Kind.B, Kind.I)
 
 def write_trace(path: Path, timeline: Timeline, ranks: int) -> None:
     """Write a measured timeline; `ranks` is P, timeline ranks count over replicas."""
+    write_text(path, trace_of(timeline, ranks))
+
+
+def trace_of(timeline: Timeline, ranks: int) -> str:
+    """The content of the file, an event a line."""
     events = ",\n".join(json.dumps(event, separators=(",", ":")) for event in trace_events(timeline, ranks))
-    write_text(path, f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n')
+    return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n'
 
 
 def trace_events(timeline: Timeline, ranks: int) -> list[Event]:

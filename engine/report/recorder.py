@@ -20,23 +20,20 @@ from PIL import Image
 
 from engine.job import Job
 from engine.records import Record
-from engine.report.board import Board, HParam
-from engine.report.bubble import NAMES, Account
+from engine.report import curves
+from engine.report.board import Board
 from engine.report.cause import diagnose
 from engine.report.draw import Panel, draw
 from engine.report.files import write_bytes, write_json, write_text
 from engine.report.gather import Evaluations, Step, Steps
+from engine.report.hparams import METRICS, hparams, results
 from engine.report.log import RunLog, line_of, tag
-from engine.report.measure import Bubbles, Measure, fractions
+from engine.report.measure import Bubbles, Measure
 from engine.report.perfetto import write_trace
 from engine.report.progress import Progress
 from engine.report.summary import Totals
 from engine.report.tables import percent
 from engine.report.text import closing, report
-
-METRICS = (
-    "train/loss", "throughput/samples_per_second", "bubble/ideal", "bubble/predicted", "bubble/measured",
-)  # fmt: skip
 
 
 class Recorder:
@@ -95,6 +92,9 @@ class Recorder:
                 write_json(self.folder / "summary.json", self._summary)
                 if self._totals.steps:
                     self._leave(self._summary, bubbles)
+                elif status == "failed":
+                    self._begin(None)  # the table of a sweep shows the jobs that failed, too
+                self._board.end_session(status)
             finally:
                 self._board.close()
                 self._log.close()
@@ -104,23 +104,20 @@ class Recorder:
 
     def _step(self, step: Step) -> None:
         if self._totals.steps == 0:
-            self._board.begin_session(_hparams(self.job, step), METRICS)
+            self._begin(step.lr)
         self._totals.add(step)
-        values: dict[str, float | None] = {
-            "train/loss": step.loss,
-            "train/lr": step.lr,
-            "train/grad_norm": step.grad_norm,
-            "throughput/samples_per_second": step.samples_per_second,
-        }
-        for rank, (peak, peak_bytes) in enumerate(zip(step.peak_in_flight, step.peak_activation_bytes, strict=True)):
-            values[f"memory/rank{rank}/peak_in_flight"] = peak
-            values[f"memory/rank{rank}/peak_activation_bytes"] = peak_bytes
+        values = curves.of_step(step)
         if step.timeline is not None:
-            values |= _shares(self.job, self._measure.add(step.timeline))
+            values |= curves.of_account(self.job, self._measure.add(step.timeline))
+            self._board.histograms(curves.action_times(step.timeline), step.index)
             self._traced = [*self._traced[:1], step.index]
         self._board.scalars(values, step.index)
         if self._progress.step(step):
             self._board.flush()
+
+    def _begin(self, lr: float | None) -> None:
+        self._board.begin_session(hparams(self.job, lr), METRICS)
+        self._board.layout(curves.layout(self.job))
 
     # -- at the end ------------------------------------------------------------------------------------------------
 
@@ -135,8 +132,7 @@ class Recorder:
             self._pictures(bubbles, last)
         if self._measure.last is not None:
             write_trace(self.folder / "trace.json", self._measure.last, self.job.ranks)
-        if summary["status"] == "completed":
-            self._board.end_session()
+        self._board.scalars(results(summary), last)
         self._board.flush()
         self._progress.say("\n" + closing(self.job, summary, bubbles, cause, self.folder))
 
@@ -156,45 +152,3 @@ def _png(image: Image.Image) -> bytes:
     buffer = BytesIO()
     image.save(buffer, format="png")
     return buffer.getvalue()
-
-
-def _shares(job: Job, account: Account) -> dict[str, float]:
-    """bubble/measured, and each name's share of a rank's window: the mean over replicas."""
-    shares = fractions(account.table)
-    by_rank = shares.reshape(job.replicas, job.ranks, len(NAMES)).mean(axis=0)
-    values = {"bubble/measured": 1 - float(shares[:, NAMES.index("compute")].mean())}
-    for rank, row in enumerate(by_rank.tolist()):
-        values |= {
-            f"bubble/rank{rank}/{name}": share for name, share in zip(NAMES, row, strict=True) if name != "compute"
-        }
-    return values
-
-
-def _hparams(job: Job, first: Step) -> dict[str, HParam]:
-    """The same keys with the same types for every run, whatever it has set: see `Board.begin_session`."""
-    settings = job.settings
-    return {
-        "schedule": job.compute.name,
-        "ranks": job.ranks,
-        "stages": job.placement.stages,
-        "microbatches": settings.pipeline.microbatches,
-        "replicas": job.replicas,
-        "model": _target(settings.model),
-        "data": _target(settings.data),
-        "optimizer": _target(settings.optimizer),
-        "lr": first.lr or 0.0,
-        "lr_scheduler": _target(settings.lr_scheduler or {}),
-        "allreduce": settings.allreduce.name,
-        "partition": str(settings.partition.get("name", "model")),
-        "global_batch_size": settings.train.global_batch_size,
-        "accumulate": settings.train.accumulate,
-        "clip_norm": str(settings.train.clip_norm),
-        "precision": settings.precision,
-        "device": settings.device,
-        "launch": settings.launch,
-        "seed": str(settings.seed),
-    }
-
-
-def _target(group: dict[str, Any]) -> str:
-    return str(group.get("_target_", "none"))

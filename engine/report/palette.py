@@ -1,0 +1,52 @@
+"""Colours and words of what stands on a timeline, for the picture and for the tab in TensorBoard.
+
+Colours are Okabe and Ito's ("Color Universal Design", 2008), which stay apart for colour-blind readers.
+"""
+
+from __future__ import annotations
+
+from engine.plan.timeline import Kind
+
+Colour = tuple[int, int, int]
+
+COLOURS: dict[Kind, Colour] = {
+    Kind.F: (86, 180, 233),  # sky blue
+    Kind.B: (230, 159, 0),  # orange
+    Kind.I: (230, 159, 0),
+    Kind.W: (0, 158, 115),  # bluish green
+    Kind.STEP: (204, 121, 167),  # reddish purple
+    Kind.REDUCE: (213, 94, 0),  # vermillion
+    Kind.WAIT_DATA: (240, 228, 66),  # yellow
+}
+WORDS = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input-gradient half",
+    Kind.W: "weight-gradient half",
+    Kind.STEP: "optimizer step",
+    Kind.REDUCE: "replica reduction (behind)",
+    Kind.WAIT_DATA: "waiting for data",
+}
+# The names of the account. What is also a kind has that kind's colour; waits for messages are shades apart from them.
+NAME_COLOURS: dict[str, Colour] = {
+    "compute": COLOURS[Kind.F],
+    "fill": (170, 178, 189),
+    "stall": (106, 81, 163),
+    "transfer": (0, 114, 178),  # blue
+    "reduce": COLOURS[Kind.REDUCE],
+    "optimizer": COLOURS[Kind.STEP],
+    "data": COLOURS[Kind.WAIT_DATA],
+    "drain": (205, 209, 214),
+    "other": (120, 108, 96),
+}
+
+
+def hexadecimal(colour: Colour) -> str:
+    """As a page writes it."""
+    return "#{:02x}{:02x}{:02x}".format(*colour)
+
+
+def by_name() -> dict[str, dict[str, str]]:
+    """Colours by kind of action and by name of the account, for a page."""
+    kinds = {kind.name: hexadecimal(colour) for kind, colour in COLOURS.items()}
+    return {"kinds": kinds, "names": {name: hexadecimal(colour) for name, colour in NAME_COLOURS.items()}}

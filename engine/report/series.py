@@ -1,0 +1,54 @@
+"""The documents of traced steps in the event file: under which tags, and of which steps, so that it stays bounded.
+
+Each document is a time series of its own with one point. A single series would be thinned at random by TensorBoard when
+it reads the file, and reading one point of it would mean reading them all. What a list of steps shows is in the series'
+metadata, so that listing reads no document.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+PLUGIN = "pipeline"  # of whom the series are: the tab's name in tensorboard's addresses
+ALL_OF_THE_FIRST = 32  # traced steps; then half of as many again, then a quarter of as many again ...
+MOST_SPANS = 200_000  # of one step: a browser draws that at once
+SPANS_OF_A_RUN = 4_000_000  # about 50 MB of documents
+
+
+def tag_of(step: int) -> str:
+    return f"{PLUGIN}/step{step}"
+
+
+def packed(document: str) -> bytes:
+    """As it lies in the event file. The same document gives the same bytes."""
+    return gzip.compress(document.encode(), compresslevel=6, mtime=0)
+
+
+def unpacked(content: bytes) -> str:
+    return gzip.decompress(content).decode()
+
+
+def about(seconds: float, bubble: float) -> bytes:
+    """What a list of steps says of one; `bubble` is the measured fraction."""
+    return json.dumps({"seconds": round(seconds, 9), "bubble": round(bubble, 6)}, separators=(",", ":")).encode()
+
+
+class Thinning:
+    """Chooses among traced steps as they come: all at first, then ever fewer: 16 per doubling of their number."""
+
+    def __init__(self) -> None:
+        self._seen = self._spans = 0
+
+    def keeps(self, spans: int) -> bool:
+        """Whether the next traced step, of so many spans, is to be written."""
+        index, self._seen = self._seen, self._seen + 1
+        stride = 1 << (index // ALL_OF_THE_FIRST).bit_length()
+        return index % stride == 0 and self.takes(spans)
+
+    def takes(self, spans: int) -> bool:
+        """The same whatever came before, but for the size of it all: for the last step of a run."""
+        if spans > MOST_SPANS or self._spans + spans > SPANS_OF_A_RUN:
+            return False
+        self._spans += spans
+        return True
