@@ -19,6 +19,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from engine.plan.choose import ALL
 from engine.plan.features import SPLIT, features
 from engine.plan.schedules import build as build_schedule
 from engine.plan.schedules import offered_schedules
@@ -60,7 +61,7 @@ AT_LEAST: dict[str, float] = {
     "allreduce.bucket_bytes": 1,
     "seed": 0,
 }
-ABOVE_ZERO = ("train.clip_norm", "timeout_s")
+ABOVE_ZERO = ("train.clip_norm", "timeout_s", "plan.memory_limit")
 MOST_PAIRS = 2**24  # of a rank and a micro-batch: four times a run of 1024 ranks and 4096 micro-batches
 MOST_WORKERS = 256
 AT_MOST = {"threads_per_worker": 1024, "timeout_s": 2e6}  # 23 days; the system's calls take milliseconds in 32 bits
@@ -119,6 +120,8 @@ def _value(kind: Any, value: Any, path: str) -> Any:
         return None if value is None else _value(kinds[0], value, path)
     if get_origin(kind) is dict:
         return _section(value, path)
+    if get_origin(kind) is list:
+        return _words(value, path)
     return _scalar(kind, value, path)
 
 
@@ -128,6 +131,14 @@ def _section(value: Any, path: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{path}={value!r} is not a section; choose one with {path}=<name of a file in conf/{path}>")
     return dict(value)
+
+
+def _words(value: Any, path: str) -> list[str]:
+    """A list of words; one word alone, or none, is a list too."""
+    words = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise ValueError(f"{path}={_shown(value)} is not a list of words, like [one,two]")
+    return list(words)
 
 
 def _scalar(kind: type, value: Any, path: str) -> Any:
@@ -161,7 +172,10 @@ def check(settings: Settings) -> None:
         raise ValueError(unknown("key", f"partition.{key}", ("partition.name", "partition.split")))
     _check_ranges(settings)
     _check_size(settings)
-    _check_schedule(settings)
+    if settings.plan.compare:
+        _check_comparison(settings)
+    else:
+        _check_schedule(settings)
     for group in ("partition", "model"):
         _check_split(f"{group}.split", get(settings, group).get("split"))
     _check_loader(settings.data)
@@ -209,6 +223,14 @@ def _check_schedule(settings: Settings) -> None:
             f"schedule {name} needs {' and '.join(missing)}, which mode=train is not able to execute yet; "
             "mode=plan verifies, simulates and draws it"
         )
+
+
+def _check_comparison(settings: Settings) -> None:
+    """Names only: a schedule that is not defined for the sizes is a row that says so."""
+    for name in settings.plan.compare:
+        one_of("plan.compare", name, (*offered_schedules(), ALL))
+    if settings.mode != "plan":
+        raise ValueError(f"plan.compare={settings.plan.compare} compares plans and trains nothing: add mode=plan")
 
 
 def _check_split(path: str, split: Any) -> None:

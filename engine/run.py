@@ -1,7 +1,7 @@
 """One run in the parent, top to bottom: settings -> job -> run folder -> workers -> summary.
 
     train   prepare and prove the job, write what is known, start the workers, record what they tell, sum up
-    plan    build, verify, simulate, print and write the schedule; starts nothing and does not import torch
+    plan    build, verify, simulate, print and write the schedule, or compare several; starts nothing, imports no torch
 
 Both return an Outcome for every end, an interruption included, and leave `summary.json` in the run folder.
 """
@@ -14,11 +14,12 @@ import json
 import logging
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.plan.actions import Program
+from engine.plan.choose import activations, compare, table
 from engine.plan.lowering import lower
 from engine.plan.schedules import SCHEDULES, build
 from engine.plan.simulate import Costs, figures, simulate
@@ -57,18 +58,44 @@ def train(settings: Settings, start_dir: str, run_dir: str) -> Outcome:
 
 
 def plan(settings: Settings, run_dir: str) -> Outcome:
-    """Print the schedule's plan and write plan.json and program.csv."""
+    """Print the schedule's plan, or a comparison and keep the cheapest's; write plan.json and program.csv."""
     folder = Path(run_dir)
     try:
+        compared = bool(settings.plan.compare)
+        if compared:
+            settings = replace(settings, schedule=_cheapest(settings, folder))
         name, pipeline = settings.schedule["name"], settings.pipeline
         program = build(name, pipeline.ranks, pipeline.microbatches, settings.schedule_options)
-        print(write_plan(settings, program, folder))
+        text = write_plan(settings, program, folder)
+        print(
+            f"\nplan.json and program.csv are those of {name}; mode=plan schedule={name} draws it" if compared else text
+        )
+        limit, kept = settings.plan.memory_limit, activations(program)
+        if limit is not None and kept > limit:
+            raise ValueError(f"{name} keeps {kept:g} activations, more than plan.memory_limit={limit:g}")
         outcome = Outcome("completed")
     except ValueError as error:
         outcome = outcome_of(SettingsError(str(error)))
     except KeyboardInterrupt as error:
         outcome = outcome_of(error)
     return finish(folder, outcome, settings)
+
+
+def _cheapest(settings: Settings, folder: Path) -> dict[str, Any]:
+    """Print and write the comparison that plan.compare asks for; returns the `schedule` section of its first row."""
+    pipeline, wanted = settings.pipeline, settings.plan
+    options = {settings.schedule["name"]: settings.schedule_options}
+    choices = compare(wanted.compare, pipeline.ranks, pipeline.microbatches, wanted.costs, wanted.memory_limit, options)
+    text = table(choices)
+    print(text)
+    write_text(folder / "comparison.txt", text + "\n")
+    write_json(folder / "comparison.json", [asdict(choice) for choice in choices])
+    if choices[0].refused:
+        raise ValueError(
+            f"none of plan.compare is possible for pipeline.ranks={pipeline.ranks} pipeline.microbatches="
+            f"{pipeline.microbatches} and plan.memory_limit={wanted.memory_limit}: the table says why"
+        )
+    return {"name": choices[0].name, **options.get(choices[0].name, {})}
 
 
 class SettingsError(ValueError):
@@ -117,7 +144,7 @@ def write_plan(
     found = figures(program, timeline)
     write_json(folder / "plan.json", plan_summary(program, lowered, costs, timeline, found, layers))
     write_text(folder / CSV_NAME, to_csv(program))
-    return plan_text(program, timeline, found)
+    return plan_text(program, lowered, timeline, found)
 
 
 def _prepared(settings: Settings, start_dir: str, run_dir: str) -> Job:

@@ -50,6 +50,8 @@ class Trace:
 @dataclass(frozen=True)
 class PlanSettings:
     costs: dict[str, Any] = field(default_factory=dict)  # forward, input_backward, weight_backward, transfer
+    compare: list[str] = field(default_factory=list)  # schedules to compare instead of planning one; `all` names all
+    memory_limit: float | None = None  # activations per rank: what keeps more is not chosen
 
 
 @dataclass(frozen=True)

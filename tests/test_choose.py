@@ -69,12 +69,29 @@ def test_options_are_those_of_one_schedule():
     [
         (["gpip"], EQUAL, r"unknown schedule 'gpip'"),
         (["gpipe"], {"forwards": 1}, r"no key 'forwards'"),
-        (["interleaved_1f1b"], {"forward": [1, 2, 3, 4]}, r"lists 4 numbers for 8 stages"),
+        (["interleaved_1f1b"], {"forward": [1, 2, 3]}, r"lists 3 numbers for 8 stages on 4 ranks; give 4 or 8"),
+        (["1f1b"], {"forward": [1] * 8}, r"lists 8 numbers for 4 stages on 4 ranks; give 4, or"),
     ],
 )
 def test_mistakes_are_not_rows(names, costs, complaint):
     with pytest.raises(ValueError, match=complaint):
         compare(names, 4, 8, costs)
+
+
+def test_one_list_of_costs_per_rank_serves_all_schedules():
+    """A slice three times as dear costs every schedule its work, cut in chunks or not."""
+    rows = compare(["1f1b", "interleaved_1f1b", "zb_v", "dualpipe"], 4, 8, EQUAL | {"forward": [1, 1, 3, 1]})
+    assert {row.refused for row in rows} == {None}
+    assert min(row.cost for row in rows) >= 8 * 3
+    even = compare(["1f1b", "interleaved_1f1b", "zb_v", "dualpipe"], 4, 8, EQUAL)
+    assert {row.name for row in rows if row.cost > 1.2 * {e.name: e.cost for e in even}[row.name]} == {
+        "1f1b", "interleaved_1f1b", "zb_v", "dualpipe",
+    }  # fmt: skip
+
+
+def test_all_of_them_but_those_from_files():
+    assert {row.name for row in compare(["all"], 4, 8, EQUAL)} == set(EVERY)
+    assert [row.name for row in compare(["gpipe", "gpipe"], 4, 8, EQUAL)] == ["gpipe"]
 
 
 def test_the_table_has_a_line_for_each_and_the_reasons():

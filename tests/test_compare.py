@@ -93,9 +93,13 @@ def test_a_summary_that_is_not_one_does_not_stop_the_table(tmp_path: Path) -> No
 def test_planned_jobs_show_what_was_simulated(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
     summary = {"status": "completed", "mode": "plan", "schedule": "1f1b", "ranks": 2, "microbatches": 4, "replicas": 1}
-    plan = {"bubble_fraction": 0.2, "per_rank": [{"peak_in_flight": 2}, {"peak_in_flight": 1}]}
+    figures = {"bubble_cost": 15, "makespan": 15, "bubble_fraction": 0.2, "bubble_rate": 0.2, "activations": 2}
+    plan = figures | {"transfers": 8, "copies": 1, "per_rank": [{"peak_in_flight": 2}, {"peak_in_flight": 1}]}
     (tmp_path / "0" / "summary.json").write_text(json.dumps(summary))
     (tmp_path / "0" / "plan.json").write_text(json.dumps(plan))
-    text = write_comparison(tmp_path)
-    assert column(text, "predicted") == ["20.0 %"] and column(text, "measured") == ["-"]
-    assert column(text, "peak in flight") == ["2 1"]
+    assert column(write_comparison(tmp_path), "transfers") == ["8"]
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "summary.json").write_text(json.dumps({"status": "completed", "mode": "train"}))
+    text = write_comparison(tmp_path)  # a sweep over the mode itself
+    assert column(text, "predicted") == ["20.0 %", "-"] and column(text, "measured") == ["-", "-"]
+    assert column(text, "peak in flight") == ["2 1", "-"]

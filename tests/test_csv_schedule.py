@@ -5,6 +5,7 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+from peer_programs import KINDS, OURS, SINGLE, write
 from program_strategies import EVERY
 from torch.distributed.pipelining import schedules as peer
 
@@ -14,31 +15,16 @@ from engine.plan.simulate import Costs, figures, simulate
 from engine.plan.text import cells, to_csv
 from engine.plan.verify import InvalidProgram, verify
 
-PEER = {
-    "ScheduleInterleaved1F1B": "interleaved_1f1b",
-    "ScheduleLoopedBFS": "looped_bfs",
-    "ScheduleInterleavedZeroBubble": None,
-    "ScheduleZBVZeroBubble": "zb_v",
-    "ScheduleDualPipeV": "dualpipe_v",
-}
-
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "program.csv"
 
 
-def theirs(name: str, ranks: int, microbatches: int):
-    """torch's schedule, on a stand-in for what it asks of its stages."""
-    stages = [MagicMock(stage_index=c * ranks, num_stages=ranks * 2, group_size=ranks, group_rank=0) for c in range(2)]
-    return getattr(peer, name)(stages, microbatches, scale_grads=False)
-
-
-@pytest.mark.parametrize("kind", ["compute_only", "compute_comms"])
-@pytest.mark.parametrize("name", PEER)
+@pytest.mark.parametrize(("name", "kind"), KINDS)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (3, 9)])
 def test_programs_that_torch_writes_are_schedules_here(name, kind, ranks, microbatches, path):
-    theirs(name, ranks, microbatches)._dump_csv(path, kind)
+    write(name, kind, ranks, microbatches, path)
     program = build("csv", ranks, microbatches, {"path": str(path)})
     ascending = SCHEDULES["csv"].ascending
     verify(program, ascending)
@@ -46,31 +32,42 @@ def test_programs_that_torch_writes_are_schedules_here(name, kind, ranks, microb
     costs = Costs.from_settings({}, program.placement, microbatches)
     found = figures(program, simulate(program, costs))
     assert {round(rank.busy, 9) for rank in found.per_rank} == {3 * microbatches}
-    if ours := PEER[name]:
+    if ours := OURS[name]:
         mine = build(ours, ranks, microbatches)
         assert found.bubble_cost == pytest.approx(figures(mine, simulate(mine, costs)).bubble_cost)
         assert program.placement == mine.placement
 
 
-@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble", "ScheduleDualPipeV"])
+@pytest.mark.parametrize("name", [name for name, ours in OURS.items() if ours not in (None, "looped_bfs")])
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (3, 7), (4, 9)])
 def test_these_are_action_for_action_the_same(name, ranks, microbatches, path):
     """Also where M is no multiple of P, for which torch's interleaving takes rounds of another size."""
     if name == "ScheduleInterleaved1F1B" and microbatches % max(1, microbatches // ranks):
         microbatches += 1
-    theirs(name, ranks, microbatches)._dump_csv(path, "compute_only")
+    write(name, "executed" if name in SINGLE else "compute_only", ranks, microbatches, path)
     program = build("csv", ranks, microbatches, {"path": str(path)})
-    mine = build(PEER[name], ranks, microbatches)
+    mine = build(OURS[name], ranks, microbatches)
     for rank in range(ranks):
         assert cells(program, rank) == cells(mine, rank)
 
 
 def test_breadth_first_backwards_in_descending_order_are_refused_only_where_the_order_is_promised(path):
-    theirs("ScheduleLoopedBFS", 2, 4)._dump_csv(path, "compute_only")
+    write("ScheduleLoopedBFS", "compute_only", 2, 4, path)
     program = build("csv", 2, 4, {"path": str(path)})
     with pytest.raises(InvalidProgram, match=r"0B3 must come after 0B2"):
         verify(program)
     assert [name for name, info in SCHEDULES.items() if not info.ascending] == ["csv"]
+
+
+def test_the_faulty_plan_of_torch_is_refused_by_name(path):
+    """Its 1F1B plan (not the loop that runs) begins the last rank's forwards with micro-batch 1."""
+    write("Schedule1F1B", "planned", 3, 4, path)
+    if path.read_text().splitlines()[-1].lstrip(",").startswith("2F0"):
+        pytest.skip("mended in this version of torch")
+    with pytest.raises(ValueError, match=r"3 ranks and 5 micro-batches"):
+        build("csv", 3, 4, {"path": str(path)})
+    with pytest.raises(InvalidProgram, match=r"F4"):
+        verify(build("csv", 3, 5, {"path": str(path)}))
 
 
 @pytest.mark.parametrize("lowered", [False, True])

@@ -17,7 +17,8 @@ def summary(program, layers=None, **costs):
     timeline = simulate(program, costs)
     result = figures(program, timeline)
     lowered = lower(program, reduce=True, step=True)
-    return plan_summary(program, lowered, costs, timeline, result, layers), plan_text(program, timeline, result)
+    content = plan_summary(program, lowered, costs, timeline, result, layers)
+    return content, plan_text(program, lowered, timeline, result)
 
 
 def test_plan_json_of_the_worked_example():
@@ -28,6 +29,7 @@ def test_plan_json_of_the_worked_example():
     assert content["partition"] == [["a"], ["b", "c"], ["d"], ["e"]]
     assert content["bubble_fraction"] == content["bubble_rate"] == pytest.approx(9 / 33)
     assert content["makespan"] == 33
+    assert (content["activations"], content["transfers"], content["copies"]) == (4, 48, 1)
     assert content["per_rank"][1] == {"rank": 1, "busy": 24, "idle": 9, "cost": 30, "peak_in_flight": 3}
     assert " ".join(content["program"][1]).startswith("1F0 1F1 1F2 1B0 1F3 1B1")
     assert content["lowered"][3][:3] == ["3RECV_F0", "3F0", "3RECV_F1"]
@@ -77,3 +79,4 @@ def test_the_terminal_shows_timeline_ranks_and_figures():
     assert ["makespan", "13"] in lines
     (fraction,) = [line for line in lines if line[:2] == ["bubble", "fraction"]]
     assert fraction[2] == "0.3077"  # 1 - 18 / 26
+    assert [line[1] for line in lines if line[:1] in (["activations"], ["transfers"])] == ["3", "6"]

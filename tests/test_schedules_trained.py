@@ -6,13 +6,12 @@ import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 from harness import ADAM, SGD, Ran, plain, run_threads, settings
+from peer_programs import KINDS, write
 from torch import nn
-from torch.distributed.pipelining import schedules as peer
 from toys import Block, Layers
 
 from engine.plan.schedules import SCHEDULES, build
@@ -33,13 +32,6 @@ TRAINED: list[dict[str, Any]] = [
     {"name": "v_min"},
     {"name": "dualpipe_v"},
 ]
-PEER = (
-    "ScheduleInterleaved1F1B",
-    "ScheduleLoopedBFS",
-    "ScheduleInterleavedZeroBubble",
-    "ScheduleZBVZeroBubble",
-    "ScheduleDualPipeV",
-)
 each = pytest.mark.parametrize("schedule", TRAINED, ids=lambda s: "-".join(map(str, s.values())))
 DEEP = {"_target_": "test_schedules_trained.deep", "loss": {"_target_": "toys.TokenLoss"}}
 
@@ -106,13 +98,11 @@ def test_replicas_short_batches_and_evaluation(schedule: dict[str, Any]) -> None
     assert ran.losses() == pytest.approx(losses, rel=1e-9)
 
 
-@pytest.mark.parametrize("name", PEER)
-@pytest.mark.parametrize("kind", ["compute_only", "compute_comms"])
+@pytest.mark.parametrize(("name", "kind"), KINDS)
 def test_programs_of_torch_train(name: str, kind: str, tmp_path: Path) -> None:
     """torch's looped BFS adds gradients in descending order: the same sum up to rounding."""
     path = tmp_path / "program.csv"
-    stages = [MagicMock(stage_index=2 * c, num_stages=4, group_size=2, group_rank=0) for c in range(2)]
-    getattr(peer, name)(stages, 4, scale_grads=False)._dump_csv(path, kind)
+    write(name, kind, 2, 4, path)
     wanted = settled({"name": "csv", "path": str(path)}, 2, 4)
     expected, losses = plain(replace(wanted, schedule={"name": "gpipe"}), microbatched=True)
     ran = run_threads(wanted)

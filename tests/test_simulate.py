@@ -157,6 +157,16 @@ def test_a_chunk_costs_its_share_and_a_full_backward_both_halves():
     assert costs.transfer.tolist() == [1, 2, 3, 4]
 
 
+def test_a_list_per_rank_is_one_per_stage_of_the_unchunked_pipeline():
+    """Stages 2k and 2k+1 are the halves of slice k, wherever they lie; messages are not cut in halves."""
+    placement = Placement(2, ((0, 1, 1, 0),))
+    settings = {"forward": [4, 8], "input_backward": [2, 6], "weight_backward": 1, "transfer": [1, 3]}
+    costs = Costs.from_settings(settings, placement, 1)
+    assert costs.duration[Op.F, :, 0].tolist() == [2, 2, 4, 4]
+    assert costs.duration[Op.B, :, 0].tolist() == [1.5, 1.5, 3.5, 3.5]
+    assert costs.transfer.tolist() == [1, 1, 3, 3]
+
+
 def test_costs_may_differ_between_microbatches():
     program = build("gpipe", 1, 2)
     duration = np.ones((4, 1, 2))

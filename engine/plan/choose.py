@@ -1,20 +1,24 @@
 """Which schedule: several of them side by side for the same pipeline, the cheapest first.
 
+    mode=plan 'plan.compare=[1f1b,zb_v]' plan.memory_limit=4
+
 Memory is given in activations: what one micro-batch leaves on one rank of a pipeline without chunks. A stage that is
 one of v chunks of a rank keeps 1/v of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine.plan.actions import SENDS, Program, unpack
 from engine.plan.lowering import lower
-from engine.plan.schedules import SCHEDULES, build
-from engine.plan.simulate import Costs, figures, simulate
+from engine.plan.schedules import SCHEDULES, build, offered_schedules
+from engine.plan.simulate import Costs, Figures, figures, simulate
 from engine.plan.verify import peak_kept, verify
+
+ALL = "all"  # among the names: every schedule that needs no file
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,18 @@ def compare(
     costs, and sizes below 1.
     """
     options = options or {}
-    choices = [_choice(name, ranks, microbatches, costs, memory_limit, options.get(name, {})) for name in names]
+    wanted = dict.fromkeys(each for name in names for each in (_needing_no_file() if name == ALL else (name,)))
+    choices = [_choice(name, ranks, microbatches, costs, memory_limit, options.get(name, {})) for name in wanted]
+    return ranked(choices)
+
+
+def ranked(choices: Iterable[Choice]) -> list[Choice]:
+    """The cheapest first, what is out of the question last."""
     return sorted(choices, key=lambda c: (c.refused is not None, round(c.cost, 9), c.peak, c.transfers, c.name))
+
+
+def _needing_no_file() -> list[str]:
+    return [name for name in offered_schedules() if "path" not in SCHEDULES[name].options]
 
 
 def _choice(
@@ -62,28 +76,41 @@ def _choice(
     if name in SCHEDULES and (complaint := SCHEDULES[name].complaint(ranks, microbatches, options)):
         return Choice(name, refused=complaint)
     program = build(name, ranks, microbatches, options)
-    choice = measured(program, Costs.from_settings(costs, program.placement, microbatches))
-    if limit is not None and choice.peak > limit:
-        return Choice(name, peak=choice.peak, refused=f"keeps {choice.peak:g} activations, more than {limit:g}")
-    return choice
+    return limited(measured(program, Costs.from_settings(costs, program.placement, microbatches)), limit)
+
+
+def limited(choice: Choice, limit: float | None) -> Choice:
+    """The choice, refused where it keeps more activations than `limit`."""
+    if limit is None or choice.peak <= limit:
+        return choice
+    return Choice(choice.name, peak=choice.peak, refused=f"keeps {choice.peak:g} activations, more than {limit:g}")
 
 
 def measured(program: Program, costs: Costs) -> Choice:
     """The figures of a compute-only program, once it is verified."""
     verify(program, ascending=SCHEDULES[program.name].ascending)
-    found = figures(program, simulate(program, costs))
     lowered = lower(program, reduce=False, step=False)
-    chunks = max(1, program.stages // program.ranks)
+    return choice_of(program, lowered, figures(program, simulate(program, costs)))
+
+
+def choice_of(program: Program, lowered: Program, found: Figures) -> Choice:
+    """The figures of a program that is verified, lowered and simulated already."""
     return Choice(
         program.name,
         found.bubble_cost,
         found.makespan,
         found.bubble_fraction,
         found.bubble_rate,
-        peak=max(peak_kept(program)) / chunks,
+        peak=activations(program),
         transfers=sum(int((unpack(row).op == send).sum()) for row in lowered.rows for send in SENDS),
         copies=program.placement.copies,
     )
+
+
+def activations(program: Program) -> float:
+    """The most that any rank keeps, from F to the end of the weight gradient, in micro-batches of its whole slice."""
+    chunks = max(1, program.stages // program.ranks)
+    return max(peak_kept(program)) / chunks
 
 
 def table(choices: Sequence[Choice]) -> str:

@@ -84,7 +84,7 @@ wide, `.` is idle. A rank that holds several stages names them: `5F2` is the for
 * **messages**: between ranks, in one step. **weights**: copies of each stage; all these schedules are synchronous and
   keep one version of them
 
-`mode=plan` prints the same for any sizes and costs.
+`mode=plan plan.compare=all` prints this table for any sizes and costs, within `plan.memory_limit` activations.
 """
 
 

@@ -37,10 +37,12 @@ class Costs:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], placement: Placement, microbatches: int) -> Costs:
-        """From `plan.costs`: forward, input_backward, weight_backward, transfer, each a number or a list of S numbers.
+        """From `plan.costs`: forward, input_backward, weight_backward, transfer, each a number or a list of numbers.
 
-        Costs are those of a rank's slice of the model: with v stages per rank a stage takes 1/v of it. A full backward
-        takes both halves. Raises ValueError for unknown keys, wrong lengths, negative values and what is no number.
+        Costs are those of a stage of an unchunked pipeline: with v stages per rank a stage takes 1/v of it. A list has
+        S numbers, one per stage; or P, one per stage of the unchunked pipeline, whatever v: each stands for the v
+        stages it is cut into. A full backward takes both halves. Raises ValueError for unknown keys, wrong lengths,
+        negative values and what is no number.
         """
         if unknown := sorted(set(settings) - set(COST_DEFAULTS)):
             raise ValueError(
@@ -48,23 +50,28 @@ class Costs:
             )
         stages = placement.stages
         chunks = max(1, stages // placement.ranks)
-        values = {key: _numbers(key, settings.get(key, default), stages) for key, default in COST_DEFAULTS.items()}
+        values = {
+            key: _numbers(key, settings.get(key, default), stages, placement.ranks)
+            for key, default in COST_DEFAULTS.items()
+        }
         forward, half, weight = (values[k] / chunks for k in ("forward", "input_backward", "weight_backward"))
         each = np.stack([forward, half + weight, half, weight])[:, :, None]
         return cls(np.broadcast_to(each, (len(COMPUTE), stages, microbatches)), values["transfer"])
 
 
-def _numbers(key: str, value: Any, stages: int) -> Floats:
-    """A number for every stage, or one number per stage: shape [S]."""
+def _numbers(key: str, value: Any, stages: int, ranks: int) -> Floats:
+    """A number for all stages, one for each, or one for each of `ranks` equal shares of them: shape [S]."""
     many = isinstance(value, Sequence) and not isinstance(value, str)
     numbers = list(value) if many else [value] * stages
-    if len(numbers) != stages:
-        raise ValueError(f"plan.costs.{key} lists {len(numbers)} numbers for {stages} stages; give {stages}, or one")
+    possible = {stages} if stages % ranks else {ranks, stages}
+    if len(numbers) not in possible:
+        given = f"plan.costs.{key} lists {len(numbers)} numbers for {stages} stages on {ranks} ranks"
+        raise ValueError(f"{given}; give {' or '.join(map(str, sorted(possible)))}, or a single number for all")
     for number in numbers:
         real = isinstance(number, (int, float, np.integer, np.floating)) and not isinstance(number, bool)
         if not real or not math.isfinite(number) or number < 0:
             raise ValueError(f"plan.costs.{key}={value!r}: {number!r} is not a number of 0 or more")
-    return np.array(numbers, dtype=np.float64)
+    return np.repeat(np.array(numbers, dtype=np.float64), stages // len(numbers))
 
 
 def compute_only(program: Program) -> Program:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from engine.plan.actions import Placement, Program
+from engine.plan.choose import choice_of
 from engine.plan.grid import grid
 from engine.plan.simulate import Costs, Figures
 from engine.plan.text import cells
@@ -26,6 +27,7 @@ def plan_summary(
     layer_names_by_stage: Sequence[Sequence[str]] | None = None,
 ) -> dict[str, Any]:
     """The content of `plan.json`; times in units of the costs. `program` and `lowered`: per rank a list of actions."""
+    chosen = choice_of(program, lowered, figures)
     content: dict[str, Any] = {
         "schedule": program.name,
         "ranks": program.ranks,
@@ -37,6 +39,9 @@ def plan_summary(
         "bubble_rate": figures.bubble_rate,
         "bubble_cost": figures.bubble_cost,
         "makespan": figures.makespan,
+        "activations": chosen.peak,
+        "transfers": chosen.transfers,
+        "copies": chosen.copies,
         "per_rank": [
             {"rank": rank, "busy": f.busy, "idle": f.idle, "cost": f.cost, "peak_in_flight": f.peak_in_flight}
             for rank, f in enumerate(figures.per_rank)
@@ -70,8 +75,9 @@ def _listed(program: Program) -> list[list[str]]:
     return [cells(program, rank) for rank in range(program.ranks)]
 
 
-def plan_text(program: Program, timeline: Timeline, figures: Figures, width: int = 120) -> str:
+def plan_text(program: Program, lowered: Program, timeline: Timeline, figures: Figures, width: int = 120) -> str:
     """The plan for a terminal: the timeline drawn, a table per rank, the figures."""
+    chosen = choice_of(program, lowered, figures)
     sizes = f"{program.ranks} ranks, {program.stages} stages, {program.microbatches} micro-batches"
     lines = [
         f"{program.name}: {sizes}, {len(program)} computations",
@@ -89,5 +95,7 @@ def plan_text(program: Program, timeline: Timeline, figures: Figures, width: int
         f"makespan         {figures.makespan:.6g}",
         f"bubble fraction  {figures.bubble_fraction:.4f}   (idle over ranks x makespan)",
         f"bubble rate      {figures.bubble_rate:.4f}   (of the largest rank cost, {figures.bubble_cost:.6g})",
+        f"activations      {chosen.peak:<6.4g}   (the most a rank keeps, from F to W, each of its whole slice)",
+        f"transfers        {chosen.transfers:<6}   (messages between ranks in a step)",
     ]
     return "\n".join(lines)

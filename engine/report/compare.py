@@ -1,5 +1,8 @@
 """The table of a sweep: one row per job, those that failed too, so that none is hidden.
 
+Jobs that trained stand in their order, with what was measured. Where every job is a plan the table is that of
+`plan.compare`: for each size of the pipeline the cheapest first.
+
 A job leaves its figures in the summary.json of its folder on every exit path. The table is made from these files
 alone, so it can be renewed after each job and made again later.
 """
@@ -7,15 +10,19 @@ alone, so it can be renewed after each job and made again later.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.plan.choose import Choice, ranked
+from engine.plan.choose import table as choice_table
 from engine.report.files import write_json, write_text
 from engine.report.tables import percent, table
 
 Row = Mapping[str, Any]
 
+PLANNED = ("bubble_cost", "makespan", "bubble_fraction", "bubble_rate", "activations", "transfers", "copies")
 _UNREADABLE = {"status": "failed", "error": "left no readable summary.json"}
 
 
@@ -51,6 +58,7 @@ def _read(folder: Path) -> Row:
     elif summary.get("mode") == "plan" and (plan := _json(folder / "plan.json")):
         peaks = [rank["peak_in_flight"] for rank in plan["per_rank"]]
         summary |= {"bubble": {"predicted": plan["bubble_fraction"]}, "peak_in_flight": peaks}
+        summary |= {"plan": {key: plan[key] for key in PLANNED}}
     return {"job": folder.name, "overrides": _overrides(folder)} | summary
 
 
@@ -75,6 +83,8 @@ def comparison(rows: Sequence[Row]) -> str:
     """The table as text. Overrides that all jobs share are left out of it."""
     given = [list(row.get("overrides", [])) for row in rows]
     shared = set.intersection(*map(set, given)) if len(given) > 1 else set()
+    if {row["mode"] for row in rows if "mode" in row} == {"plan"}:  # a job that was refused early does not say
+        return _planned(rows, [[word for word in own if word not in shared] for own in given])
     head = [
         "job", "schedule", "ranks", "micro-batches", "replicas", "step ms", "samples/s", "ideal", "predicted",
         "measured", "peak in flight", "loss", "status", "overrides",
@@ -82,6 +92,25 @@ def comparison(rows: Sequence[Row]) -> str:
     lines = [_line(row, [word for word in own if word not in shared]) for row, own in zip(rows, given, strict=True)]
     failures = [f"job {row.get('job', '?')}: {_first_line(row['error'])}" for row in rows if row.get("error")]
     return "\n".join([table([head, *lines]), *([""] if failures else []), *failures])
+
+
+def _planned(rows: Sequence[Row], overrides: Sequence[Sequence[str]]) -> str:
+    """The comparison of plans; a row is named by its job, its schedule and what it alone was given."""
+    sizes: dict[tuple[float, float], list[Choice]] = {}
+    for row, given in zip(rows, overrides, strict=True):
+        known = [str(row["schedule"])] if "schedule" in row else []
+        words = [word for word in given if not (known and word.startswith("schedule="))]
+        size = (row.get("ranks", math.inf), row.get("microbatches", math.inf))  # unknown: last
+        choice = _choice("  ".join([str(row["job"]), *known, *words]), row.get("plan"), row.get("error"))
+        sizes.setdefault(size, []).append(choice)
+    return choice_table([choice for size in sorted(sizes) for choice in ranked(sizes[size])])
+
+
+def _choice(name: str, plan: Mapping[str, Any] | None, error: str | None) -> Choice:
+    if plan is None or error:
+        return Choice(name, refused=_first_line(error or ""))
+    cost, makespan, fraction, rate, activations, transfers, copies = (plan[key] for key in PLANNED)
+    return Choice(name, cost, makespan, fraction, rate, activations, transfers, copies)
 
 
 def _line(row: Row, overrides: Sequence[str]) -> list[str]:

@@ -6,6 +6,7 @@ of its kind. The tape keeps the counters.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,7 +24,8 @@ class Tape:
     def __init__(self, stages: Sequence[int], microbatches: Sequence[range]) -> None:
         self._stages, self._microbatches = stages, microbatches
         self._forwards, self._backwards = [0] * len(stages), [0] * len(stages)
-        self._waiting: list[tuple[int, int]] = []  # (chunk, micro-batch) whose I is written and whose W is not
+        # Of each chunk, what waits between I and W: its place in the one queue, and its micro-batch.
+        self._waiting: list[deque[tuple[int, int]]] = [deque() for _ in stages]
         self._codes: list[int] = []
 
     def forward(self, chunk: int = 0, fused: bool = False) -> None:
@@ -38,12 +40,13 @@ class Tape:
         """I of the chunk's next micro-batch; its W waits from now on."""
         microbatch = self._next(chunk, self._backwards)
         self._write(chunk, Op.I, microbatch)
-        self._waiting.append((chunk, microbatch))
+        self._waiting[chunk].append((len(self._codes), microbatch))
 
     def weight(self, chunk: int | None = None) -> None:
         """The W that has waited longest, of one chunk or of all."""
-        at = next(k for k, (owner, _) in enumerate(self._waiting) if chunk in (None, owner))
-        owner, microbatch = self._waiting.pop(at)
+        owners = [k for k, queue in enumerate(self._waiting) if queue and chunk in (None, k)]
+        owner = min(owners, key=lambda k: self._waiting[k][0])
+        _, microbatch = self._waiting[owner].popleft()
         self._write(owner, Op.W, microbatch)
 
     def left(self, chunk: int = 0) -> int:
@@ -52,7 +55,7 @@ class Tape:
 
     def waiting(self, chunk: int | None = None) -> int:
         """How many W wait, of one chunk or of all."""
-        return sum(chunk in (None, owner) for owner, _ in self._waiting)
+        return sum(map(len, self._waiting)) if chunk is None else len(self._waiting[chunk])
 
     def row(self) -> Row:
         return np.array(self._codes, dtype=np.int64)
