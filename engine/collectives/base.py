@@ -1,34 +1,47 @@
-"""What every collective is: an in-place, blocking sum over some ranks."""
+"""What every all-reduce is: an in-place, blocking reduction over some ranks. One algorithm per file, by name in
+`COLLECTIVES`.
+
+An algorithm does not check that its members call alike: whoever uses it agrees on that before (`Reducer` compares
+layouts once; `Group` compares every call).
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from engine.collectives.ops import ReduceOp
+from engine.collectives.peers import Peers
 from engine.runtime.transport import Edge, Transport
-
-# bool is left out: its sum is a question of taste. Half precision is added in fp32 and rounded at each hop.
-SUMMABLE = frozenset({
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
-    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-})  # fmt: skip
 
 
 class Collective(ABC):
-    """The sum over `members` (world ranks; their order is the ring's), seen from the transport's own rank.
+    """The reduction over `members` (world ranks; their order is the algorithm's), seen from the transport's own rank.
 
-    `label` tells collectives over the same ranks apart. `bytes_sent` counts the payload this rank has sent so far.
+    `label` tells collectives over the same ranks apart.
     """
+
+    backend_group: ClassVar[bool] = False  # whether the run must open a group with `Transport.open_group`
 
     def __init__(self, transport: Transport, members: Sequence[int], label: str) -> None:
         self.transport = transport
         self.members = tuple(members)
         self.label = label
-        self.position = self.members.index(transport.rank)
-        self.bytes_sent = 0
+        self.peers = Peers(transport, members, label)
+        self.position = self.peers.position
+
+    @property
+    def bytes_sent(self) -> int:
+        """The payload that this rank has sent so far."""
+        return self.peers.sent.nbytes
+
+    @property
+    def messages_sent(self) -> int:
+        return self.peers.sent.messages
 
     @classmethod
     @abstractmethod
@@ -36,19 +49,20 @@ class Collective(ABC):
         """The channels that the run must open, on all ranks, before the collective is built."""
 
     @abstractmethod
-    def _sum(self, tensor: Tensor) -> None:
-        """All-reduce a checked, non-empty tensor over two members or more."""
+    def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
+        """All-reduce a checked, non-empty tensor over two members or more; a mean is treated as a sum."""
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum a contiguous [n] tensor over the members, in place; equal n and dtype on all of them.
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = ReduceOp.SUM) -> None:
+        """Reduce a contiguous [n] tensor over the members, in place; equal n, dtype and op on all of them.
 
-        ValueError where the dtype has no sum here or the tensor is not flat.
+        ValueError where `op` is not defined for the dtype, or the tensor is not flat.
         """
-        if tensor.dtype not in SUMMABLE:
-            names = sorted(str(dtype).removeprefix("torch.") for dtype in SUMMABLE)
-            raise ValueError(f"all-reduce {self.label}: no sum of {tensor.dtype} is defined; use one of {names}")
+        if refusal := op.refusal(tensor.dtype):
+            raise ValueError(f"all-reduce {self.label}: {refusal}")
         if tensor.dim() != 1 or not tensor.is_contiguous():
             raise ValueError(f"all-reduce {self.label}: the tensor must be contiguous and flat, not {tensor.shape}")
         if len(self.members) > 1 and tensor.numel():
             with torch.no_grad():
-                self._sum(tensor)
+                op.prepare(tensor, len(self.members))
+                self._reduce(tensor, op)
+                op.finish(tensor, len(self.members))

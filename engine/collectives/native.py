@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from torch import Tensor
 
 from engine.collectives.base import Collective
+from engine.collectives.ops import ReduceOp
 from engine.runtime.transport import Edge
 
 
 class Native(Collective):
-    """`bytes_sent` is what a bandwidth-optimal algorithm sends, 2(N-1)/N of the tensor: backends do not tell."""
+    """Sums and means. `bytes_sent` is what a bandwidth-optimal algorithm sends, 2(N-1)/N of the tensor: backends do
+    not tell."""
+
+    backend_group: ClassVar[bool] = True
 
     @classmethod
     def edges(cls, members: Sequence[int], label: str) -> list[Edge]:
         return []
 
-    def _sum(self, tensor: Tensor) -> None:
+    def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
+        if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+            raise ValueError(f"all-reduce {self.label}: allreduce=native has no {op.value}; allreduce=ring does")
         self.transport.all_reduce(tensor, self.members, self.label).wait()
-        self.bytes_sent += 2 * (len(self.members) - 1) * tensor.nbytes // len(self.members)
+        self.peers.sent.nbytes += 2 * (len(self.members) - 1) * tensor.nbytes // len(self.members)

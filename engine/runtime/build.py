@@ -99,7 +99,7 @@ class Wiring:
         self._group(self._last, "counts")
         self.reduction: dict[int, Collective] = {}
         for s, members in groups.items():
-            if job.settings.allreduce.name == "native":
+            if kind.backend_group:
                 self._group(members, f"reduce{s}")
             if owners[s] == self.rank:
                 self.reduction[s] = kind(transport, members, f"reduce{s}")

@@ -37,7 +37,8 @@ def as_bytes(tensor: Tensor, edge: Edge) -> Tensor:
     tensor = tensor.detach()
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise ValueError(f"{edge}: a channel carries contiguous tensors; call .contiguous().resolve_conj() first")
-    return tensor.view(-1).view(torch.uint8)
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # strides of dimensions of size 0 and 1 may be anything
+    return flat.view(torch.uint8)
 
 
 def tag_of(nbytes: int) -> int:

@@ -1,0 +1,62 @@
+"""From all members to one: reduce and gather.
+
+reduce   x  y  z ──► x+y+z       along a binomial tree, in pieces          n from everybody but the destination
+gather   x  y  z ──► xyz         straight to the destination               n from everybody but the destination
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.collectives.group import Group
+from engine.collectives.ops import ReduceOp
+from engine.collectives.peers import wait_all
+from engine.collectives.shapes import binomial
+from engine.collectives.tensors import dense, described, give_back
+from engine.collectives.trees import up
+
+
+def reduce(tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, *, group: Group) -> None:
+    """Combine everybody's `tensor` into that of world rank `dst`; the others' stay as they are."""
+    complaint = group.stranger("dst", dst) or op.refusal(tensor.dtype)
+    group.agree(f"reduce of {described(tensor)} to {dst}, {op.value}", complaint)
+    node = binomial(group.size, group.place(dst))[group.position]
+    flat = dense(tensor)
+    if group.rank != dst and (node.children or op is ReduceOp.MEAN):
+        flat = flat.clone()  # a subtree's combination is put together here
+    with torch.no_grad():
+        op.prepare(flat, group.size)
+        up(group.peers, node, flat, op)
+        if group.rank == dst:
+            op.finish(flat, group.size)
+            give_back(tensor, flat)
+
+
+def gather(tensor: Tensor, gather_list: Sequence[Tensor] | None = None, dst: int = 0, *, group: Group) -> None:
+    """Copy the `tensor` of the k-th member into the k-th of the destination's list; others give no list."""
+    group.agree(f"gather of {described(tensor)} to {dst}", _complaint(tensor, gather_list, dst, group))
+    peers = group.peers
+    if group.rank != dst:
+        peers.send(group.place(dst), dense(tensor)).wait()
+        return
+    assert gather_list is not None
+    parts = [dense(each) for each in gather_list]
+    wait_all([peers.recv(k, parts[k]) for k in group.others])
+    parts[group.position] = dense(tensor)
+    for each, part in zip(gather_list, parts, strict=True):
+        give_back(each, part)
+
+
+def _complaint(tensor: Tensor, gather_list: Sequence[Tensor] | None, dst: int, group: Group) -> str | None:
+    if group.rank != dst:
+        return group.stranger("dst", dst) or ("only the destination gives a gather_list" if gather_list else None)
+    if gather_list is None or len(gather_list) != group.size:
+        given = "none" if gather_list is None else str(len(gather_list))
+        return f"the destination's gather_list needs {group.size} tensors, one per member, not {given}"
+    for number, each in enumerate(gather_list):
+        if (each.shape, each.dtype) != (tensor.shape, tensor.dtype):
+            return f"gather_list[{number}] is {described(each)}, tensor is {described(tensor)}"
+    return None

@@ -1,0 +1,71 @@
+"""How two tensors become one: sum, mean, minimum, maximum, product, and what each is defined for.
+
+    sum, product   floating, complex and whole numbers; whole numbers wrap around
+    mean           floating and complex; the mean of whole numbers would not be one
+    min, max       real numbers, which also covers bool (all, any); NaN wins
+
+Half precision is computed in fp32 and rounded to the wire's dtype at each hop. A mean is a sum divided once, at the
+end, by whoever holds it; in fp16, whose sums soon leave its range, each part is divided before instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+_FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
+_WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+
+SUMMABLE = _FLOATING | _COMPLEX | _WHOLE  # bool is left out: its sum is a question of taste
+
+
+class ReduceOp(Enum):
+    """An associative operation, by the name that messages use."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+
+    def refusal(self, dtype: torch.dtype) -> str | None:
+        """Why tensors of `dtype` have no such result; None where they have."""
+        allowed = _DEFINED[self]
+        if dtype in allowed:
+            return None
+        names = sorted(str(each).removeprefix("torch.") for each in allowed)
+        return f"no {self.value} of {dtype} is defined; use one of {names}"
+
+    def combine(self, first: Tensor, second: Tensor, out: Tensor) -> None:
+        """`out` = first (op) second, elementwise; `out` may be either of them."""
+        _COMBINE[self](first, second, out=out)
+
+    def prepare(self, tensor: Tensor, size: int) -> None:
+        """What a part of `size` needs before it is combined, in place."""
+        if self is ReduceOp.MEAN and tensor.dtype is torch.float16:
+            tensor.div_(size)
+
+    def finish(self, tensor: Tensor, size: int) -> None:
+        """What the combination of `size` parts still needs, in place."""
+        if self is ReduceOp.MEAN and tensor.dtype is not torch.float16:
+            tensor.div_(size)
+
+
+_COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.MEAN: torch.add,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.PRODUCT: torch.mul,
+}
+_DEFINED = {
+    ReduceOp.SUM: SUMMABLE,
+    ReduceOp.MEAN: _FLOATING | _COMPLEX,
+    ReduceOp.MIN: _FLOATING | _WHOLE | {torch.bool},
+    ReduceOp.MAX: _FLOATING | _WHOLE | {torch.bool},
+    ReduceOp.PRODUCT: SUMMABLE,
+}

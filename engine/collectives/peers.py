@@ -1,0 +1,86 @@
+"""A member's ends of the channels to the others, by position; counts what it sends, and keeps buffers to receive in.
+
+Messages are cut into pieces, so that one is combined or passed on while the next is on the wire. Both ends cut alike,
+because the size of a piece follows from the tensor alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.runtime.transport import Channel, Edge, Transport, Work
+
+PIECE_BYTES = 2**20  # smaller ones cost more in wake-ups than their overlap wins on loopback
+
+
+@dataclass
+class Sent:
+    """The payload that left a rank so far; an empty tensor is no message."""
+
+    nbytes: int = 0
+    messages: int = 0
+
+
+class Peers:
+    """`members`: world ranks; a position is an index into them. `label` tells groups over the same ranks apart."""
+
+    def __init__(self, transport: Transport, members: Sequence[int], label: str, sent: Sent | None = None) -> None:
+        self.transport, self.members, self.label = transport, tuple(members), label
+        self.size, self.position = len(self.members), self.members.index(transport.rank)
+        self.sent = sent or Sent()
+        self._to: dict[int, Channel] = {}
+        self._from: dict[int, Channel] = {}
+        self._scratch: dict[Hashable, Tensor] = {}
+
+    def send(self, to: int, tensor: Tensor) -> Work:
+        """Post a send to a position; `tensor` must stay as it is until the work is waited for."""
+        if to not in self._to:
+            self._to[to] = self.transport.channel(Edge(self.members[self.position], self.members[to], self.label))
+        self.sent.nbytes += tensor.nbytes
+        self.sent.messages += tensor.nbytes > 0
+        return self._to[to].isend(tensor)
+
+    def recv(self, source: int, tensor: Tensor) -> Work:
+        """Post a receive from a position. The earlier it is posted, the cheaper its message travels."""
+        if source not in self._from:
+            edge = Edge(self.members[source], self.members[self.position], self.label)
+            self._from[source] = self.transport.channel(edge)
+        return self._from[source].irecv(tensor)
+
+    def labelled(self, label: str) -> Peers:
+        """The same members over other channels, counted together with these."""
+        return Peers(self.transport, self.members, label, self.sent)
+
+    def scratch(self, slot: Hashable, like: Tensor, elements: int) -> Tensor:
+        """A buffer [elements] of the dtype and device of `like`; what `slot` held before is lost."""
+        nbytes = -(-elements * like.element_size() // 64) * 64
+        kept = self._scratch.get(slot)
+        if kept is None or len(kept) < nbytes or kept.device != like.device:
+            kept = self._scratch[slot] = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
+        return kept[:nbytes].view(like.dtype)[:elements]
+
+
+def mesh(members: Sequence[int], pairs: Iterable[tuple[int, int]], label: str) -> list[Edge]:
+    """The edges of directed pairs of positions, each once, in the order given."""
+    return [Edge(members[a], members[b], label) for a, b in dict.fromkeys(pairs)]
+
+
+def pieces(tensor: Tensor) -> list[Tensor]:
+    """Cut a flat tensor into pieces of at most PIECE_BYTES; none of an empty one."""
+    return list(tensor.split(max(1, PIECE_BYTES // tensor.element_size()))) if len(tensor) else []
+
+
+def alike(cut: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
+    """Views of `buffer`, one behind the other, of the sizes of `cut`."""
+    sizes = [len(piece) for piece in cut]
+    return list(buffer[: sum(sizes)].split(sizes)) if sizes else []
+
+
+def wait_all(works: Iterable[Work]) -> None:
+    """Wait for all of them, in order."""
+    for work in works:
+        work.wait()
