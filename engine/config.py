@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from engine.plan.choose import ALL
-from engine.plan.features import SPLIT, features
+from engine.plan.features import COPIES, SPLIT, features
 from engine.plan.schedules import build as build_schedule
 from engine.plan.schedules import offered_schedules
 from engine.runtime.environment import joined
@@ -45,7 +45,7 @@ LATER: dict[str, tuple[str, ...]] = {
     "recompute": ("all", "full", "selective"),
     "partition.name": ("time",),
 }
-EXECUTED = (SPLIT,)  # of plan/features.py: what the runtime can execute
+EXECUTED = (SPLIT, COPIES)  # of plan/features.py: what the runtime can execute
 AT_LEAST: dict[str, float] = {
     "pipeline.ranks": 1,
     "pipeline.microbatches": 1,

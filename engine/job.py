@@ -58,7 +58,7 @@ class Job:
     train_samples: int
     eval_samples: int
     compute: Program  # the verified compute-only program for the configured M
-    steps: dict[int, Program]  # M -> lowered program with REDUCE (where R > 1) and STEP
+    steps: dict[int, Program]  # M -> lowered program with REDUCE (where `reduces`) and STEP
     passes: dict[int, Program]  # M -> the same without REDUCE and STEP, for all but the last pass of an accumulation
     evaluations: dict[int, Program]  # M -> lowered forward-only program
     boundaries: dict[tuple[str, int], tuple[MessageSpec, ...]] = field(default_factory=dict)
@@ -72,6 +72,11 @@ class Job:
     @property
     def replicas(self) -> int:
         return self.settings.data_parallel.replicas
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are summed over ranks: over replicas, or over two copies of each stage."""
+        return self.replicas * self.placement.copies > 1
 
     @property
     def world(self) -> int:

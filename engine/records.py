@@ -11,7 +11,8 @@
 |              | loss_sum and loss_count (null unless the rank computed the loss), peak_in_flight,                   |
 |              | peak_activation_bytes, bytes_sent_between_stages, reduce_bytes_sent (this step's), window           |
 |              | [start_ns, end_ns]; array `spans`: [n, 5] = kind, stage, microbatch, start_ns, end_ns (n = 0 where  |
-|              | the step was not traced)                                                                            |
+|              | the step was not traced), and `pairs`: [k, 2], the rows of the two computations of each overlapped  |
+|              | pair                                                                                                |
 | `evaluation` | rank, step (optimizer steps done), samples, loss_sum, loss_count, correct, scored (null where the   |
 |              | model has no accuracy); only from ranks that computed a loss                                        |
 | `log`        | rank, level (logging's number), logger, message                                                     |

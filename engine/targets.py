@@ -15,7 +15,7 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -206,6 +206,38 @@ def build(config: Mapping[str, Any], *args: Any, where: str, **extra: Any) -> An
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         given = ", ".join(f"{key}={value!r}" for key, value in keywords.items() if key in config)
         raise ValueError(f"{kind}{error} (while calling {path}({given}) for {where})") from error
+
+
+def build_function(config: Mapping[str, Any], arguments: int, where: str) -> Any:
+    """What a section stands for that describes a function of so many `arguments`.
+
+    A `_target_` that is a function still in need of so many is that function, with the section's keywords bound;
+    anything else is called to get it.
+    """
+    if config.get("_target_"):
+        target = locate(config["_target_"], where)
+        if inspect.isroutine(target) and _open_arguments(target, config) >= arguments:
+            return build({**config, "_partial_": True}, where=where)
+    return build(config, where=where)
+
+
+def _open_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> int:
+    """How many arguments `function` still needs."""
+    parameters = _parameters(function) or []
+    return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in given for p in parameters)
+
+
+def check_arguments(function: Any, names: Sequence[str], where: str) -> None:
+    """Raise ValueError unless `function` can be called with so many positional arguments; `names` are what they are."""
+    wanted = f"a function of ({', '.join(names)})"
+    if not callable(function):
+        raise ValueError(f"{where} gives a {type(function).__name__}, which cannot be called; give {wanted}")
+    try:
+        inspect.signature(function).bind(*names)
+    except TypeError as error:
+        raise ValueError(f"{where}: {name_of(function)} is not {wanted}: {error}") from error
+    except ValueError:
+        return  # it has no signature
 
 
 def _nested(value: Any, where: str) -> Any:

@@ -104,7 +104,7 @@ def step_records(
         last = own == of.ranks - 1
         loss = losses[replica % len(losses)] if last else (None, None)
         window = [int(1e9 * seconds * step), int(1e9 * seconds * (step + 1))]
-        spans = np.zeros((0, 5), dtype=np.int64)
+        spans, pairs = np.zeros((0, 5), dtype=np.int64), np.zeros((0, 2), dtype=np.int64)
         if timeline is not None:
             window = timeline.windows[rank].tolist()
             here = timeline.rank == rank
@@ -116,7 +116,8 @@ def step_records(
             "peak_activation_bytes": 100 * (own + 1), "bytes_sent_between_stages": 1000 * (own + 1),
             "reduce_bytes_sent": 10 * rank, "window": window,
         }  # fmt: skip
-        records.append(decode(encode("step", meta | changes, {"spans": spans})))
+        arrays = {"spans": spans, "pairs": pairs}
+        records.append(decode(encode("step", meta | changes, arrays)))
     return records
 
 

@@ -60,12 +60,13 @@ def halved(program: Program, behind: int, every: int = 1) -> Program:
 @examples(max_examples=25)
 @given(executed())
 def test_any_valid_program_equals_one_process(program: Program) -> None:
-    """Any placement, any order, full and split backwards mixed: there is one loop for all of them."""
+    """Any placement, any order, full and split backwards mixed, one or two copies of each stage: there is one loop."""
     placement = program.placement
-    assume(placement.copies == 1 and all(placement.stages_of(rank) for rank in range(placement.ranks)))
+    assume(all(placement.stages_of(rank) for rank in range(placement.ranks)))
     ran, wanted = run_program(program, global_batch_size=7, clip_norm=0.05, optimizer=ADAM, steps=2)
     expected, losses = plain(wanted, microbatched=True)
-    assert equal(ran.state(), expected)
+    close(ran.state(), expected)
+    assert placement.copies > 1 or equal(ran.state(), expected)
     assert ran.losses() == pytest.approx(losses, rel=1e-12)
     assert [worker.executor.peak_in_flight for _, worker in sorted(ran.workers.items())] == peak_in_flight(program)
 

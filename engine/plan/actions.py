@@ -131,6 +131,14 @@ class Placement:
         """Stages that live on `rank`, ascending, each once."""
         return sorted({s for way in self.rank_of for s, r in enumerate(way) if r == rank})
 
+    def first_copies(self, rank: int) -> list[int]:
+        """Stages whose first copy lives on `rank`, ascending: what lives twice is counted, and evaluated, there."""
+        return [stage for stage, home in enumerate(self.rank_of[0]) if home == rank]
+
+    def ranks_of(self, stage: int) -> list[int]:
+        """Where the copies of a stage live, ascending."""
+        return sorted({way[stage] for way in self.rank_of})
+
     @classmethod
     def linear(cls, ranks: int) -> Placement:
         """Stage s on rank s."""

@@ -16,12 +16,14 @@ from engine.plan.actions import Action, Program, Row
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
 
 _MAX_ROWS = 32
+_JOINS = "&"
 
 
 def grid(what: Program | Timeline, mark: tuple[int, int] | None = None, width: int = 120) -> str:
     """One row per rank, at most `width` characters wide.
 
     Of a Timeline: columns are equal slots of time; `.` is idle, `-` continues the action before it.
+    An overlapped pair is joined: `0F7&7B3`, or `0F7& 7B3` in a Program.
     Of a Program: columns are positions in the row, as nothing is known of time.
     `mark` = (rank, position in the rank's row) gets an arrow below it.
     """
@@ -57,7 +59,7 @@ def _cell(row: Row, position: int) -> str:
     if position >= len(row):
         return ""
     action = Action.unpack(row[position])
-    return f"{action}&" if action.fused else str(action)
+    return f"{action}{_JOINS}" if action.fused else str(action)
 
 
 def _timeline_grid(timeline: Timeline, mark: tuple[int, int] | None, width: int) -> str:
@@ -79,7 +81,7 @@ def _timeline_grid(timeline: Timeline, mark: tuple[int, int] | None, width: int)
         spans = compute[ranks == rank]
         spans = spans[np.argsort(timeline.start[spans], kind="stable")]
         active = _active(timeline, spans, middles)
-        lines.append([_slot(timeline, active, k, single).ljust(cell) for k in range(slots)])
+        lines.append([_slot(timeline, active, k, single, cell) for k in range(slots)])
         if mark and rank == mark[0]:
             at = min(slots - 1, int(np.searchsorted(middles, float(timeline.start[spans[mark[1]]]))))
     picture = _render(lines, shown, timeline.ranks, mark[0] if mark else None, at)
@@ -95,10 +97,13 @@ def _active(timeline: Timeline, spans: Row, times: npt.NDArray[np.float64]) -> l
     return [int(i) for i in np.where(running, spans[latest], -1)]
 
 
-def _slot(timeline: Timeline, active: Sequence[int], slot: int, single: bool) -> str:
-    if active[slot] < 0:
-        return "."
-    return "-" if slot and active[slot] == active[slot - 1] else _label(timeline, active[slot], single)
+def _slot(timeline: Timeline, active: Sequence[int], slot: int, single: bool, cell: int) -> str:
+    """What is shown of a time: `cell` characters, and the second of an overlapped pair with the mark that joins it."""
+    before, now = active[slot - 1] if slot else -1, active[slot]
+    if now < 0 or now == before:
+        return ("." if now < 0 else "-").ljust(cell)
+    joined = (timeline.pairs == (before, now)).all(axis=1).any()
+    return _JOINS * bool(joined) + _label(timeline, now, single).ljust(cell)
 
 
 def _label(timeline: Timeline, span: int, single: bool) -> str:
@@ -113,13 +118,18 @@ def _window(size: int, around: int, most: int) -> range:
 
 
 def _render(lines: list[list[str]], ranks: range, total: int, mark: int | None, at: int | None) -> str:
-    """Align the columns, name the rows, and put an arrow under column `at` of rank `mark`."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    """Align the columns, name the rows, and put an arrow under column `at` of rank `mark`.
+
+    A cell that begins with the mark that joins it to the one before has it in place of the space between them.
+    """
+    widths = [max(len(cell.removeprefix(_JOINS)) for cell in column) for column in zip(*lines, strict=True)]
     digits = len(str(total - 1))
     out = []
     for rank, line in zip(ranks, lines, strict=True):
         head = f"rank {rank:>{digits}} | "
-        out.append((head + " ".join(c.ljust(w) for c, w in zip(line, widths, strict=True))).rstrip())
+        spaced = (cell if cell.startswith(_JOINS) else " " + cell for cell in line)
+        text = "".join(cell.ljust(width + 1) for cell, width in zip(spaced, widths, strict=True))
+        out.append((head + text[1:]).rstrip())
         if rank == mark and at is not None:
             out.append(" " * (len(head) + sum(widths[:at]) + at) + "^")
     if hidden := total - len(ranks):

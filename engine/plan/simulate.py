@@ -100,7 +100,9 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     columns = (flat.rank, flat.op, flat.stage, flat.microbatch)
     rank, kind, stage, microbatch = (column.astype(np.int32) for column in columns)
     windows = np.tile(np.array([0.0, makespan]), (program.ranks, 1))
-    return Timeline(rank, kind, stage, microbatch, done.start, done.end, windows)
+    first = np.flatnonzero(flat.fused)
+    pairs = np.stack([first, first + 1], axis=1)
+    return Timeline(rank, kind, stage, microbatch, done.start, done.end, windows, pairs)
 
 
 def _delays(flat: Flat, neighbour: Row, transfer: Floats) -> Floats:

@@ -7,7 +7,7 @@ costs; measured ones carry int64 nanoseconds of one clock (CLOCK_MONOTONIC on a 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -26,14 +26,14 @@ class Kind(IntEnum):
     RECV_F = 5  # start: the receive was posted; end: the call returned
     SEND_B = 6
     RECV_B = 7
-    REDUCE = 8  # the replica reduction of a stage, from its launch to its end, in the background: may overlap others
+    REDUCE = 8  # a stage's reduction over its copies, from its launch to its end, in the background: may overlap others
     STEP = 9  # clip, optimizer step, zeroing: the account's "optimizer"
     WAIT_F = 16  # waiting for the activation that F(stage, microbatch) needs
     WAIT_B = 17  # waiting for the gradient that B or I (stage, microbatch) needs
-    WAIT_REDUCE = 18  # waiting at STEP for a stage's replica reduction
+    WAIT_REDUCE = 18  # waiting at STEP for a stage's reduction
     WAIT_NORM = 19  # waiting at STEP for the other ranks' gradient norms
     WAIT_DATA = 20  # waiting for the loader, or for a batch's copy to the device
-    WAIT_COUNT = 21  # waiting for the other replicas' counts, before the first backward
+    WAIT_COUNT = 21  # waiting for what the other last ranks counted, before the first backward
 
 
 COMPUTE_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
@@ -54,6 +54,7 @@ class Timeline:
 
     `rank, kind, stage, microbatch`: int32. `start, end`: float64 (simulated) or int64 nanoseconds (measured).
     `windows`: shape [ranks, 2], same dtype as start. Ranks count over replicas: replica * P + pipeline rank.
+    `pairs`: int64 [k, 2], the indices of the two computations of each overlapped pair: one visible action.
     """
 
     rank: npt.NDArray[np.int32]
@@ -63,6 +64,7 @@ class Timeline:
     start: npt.NDArray[Any]
     end: npt.NDArray[Any]
     windows: npt.NDArray[Any]
+    pairs: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
 
     @property
     def ranks(self) -> int:

@@ -5,7 +5,7 @@ Each moment of a rank's window belongs to the first of these that matches:
     compute     inside F, B, I, W
     optimizer   clip, step, zeroing (STEP)
     data        a batch awaited
-    reduce      something awaited from other replicas: a stage's reduction, or what they counted
+    reduce      something awaited from other copies of a stage: its reduction, or what they counted
     fill        a message awaited before the step's first compute
     drain       nothing to compute any more; also the other ranks' norms awaited
     stall       another message awaited that its sender had not issued yet

@@ -136,9 +136,10 @@ def _transfer(job: Job, bubbles: Bubbles, share: str) -> str:
 
 
 def _reduce(job: Job, bubbles: Bubbles, share: str) -> str:
+    whom = "other replicas" if job.placement.copies == 1 else "other copies of a stage"
     return (
-        f"Waiting for other replicas (allreduce={job.settings.allreduce.name}) costs {share}; reduce less often with "
-        f"train.accumulate={2 * job.settings.train.accumulate}, or try another allreduce"
+        f"Waiting for {whom} (allreduce={job.settings.allreduce.name}) costs {share}; "
+        f"reduce less often with train.accumulate={2 * job.settings.train.accumulate}, or try another allreduce"
     )
 
 

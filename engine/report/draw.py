@@ -21,6 +21,7 @@ _MARGIN = 16
 _LABELS = 120  # left of the rows
 _TITLE, _AXIS, _LEGEND = 34, 40, 34  # heights
 _LEAST_ROW, _MOST_ROW, _ROWS = 6, 30, 640  # a row's height, and what all rows of a panel may take together
+_ALL, _UPPER, _LOWER = range(3)  # of a row
 _INK, _QUIET, _GRID, _IDLE, _PAPER = (30, 30, 30), (110, 110, 110), (222, 222, 222), (246, 246, 246), (255, 255, 255)
 
 
@@ -44,7 +45,8 @@ def draw(panels: Sequence[Panel], width: int = WIDTH) -> Image.Image:
     for panel, height in zip(panels, heights, strict=True):
         _Canvas(pen, top, width - _MARGIN, span).draw(panel)
         top += height
-    _legend(pen, top, {Kind(kind) for panel in panels for kind in np.unique(panel.timeline.kind).tolist()})
+    kinds = {Kind(kind) for panel in panels for kind in np.unique(panel.timeline.kind).tolist()}
+    _legend(pen, top, kinds, any(len(panel.timeline.pairs) for panel in panels))
     return image
 
 
@@ -85,6 +87,7 @@ class _Canvas:
         begin, _ = _extent(panel)
         left, right = (self.x((t - begin) * panel.unit) for t in (timeline.start, timeline.end))
         self._blocks(timeline, left, right, rows, height)
+        self._frames(timeline, left, right, rows, height)
 
     def _axis(self, rows: int, bottom: int) -> None:
         self.pen.rectangle((self.left, rows, self.right, bottom), _IDLE)
@@ -105,15 +108,17 @@ class _Canvas:
     def _blocks(self, timeline: Timeline, left: Any, right: Any, rows: int, height: int) -> None:
         """Blocks of at least a pixel; a reduction runs behind the others and gets a strip at the bottom of its row."""
         font = _font(min(12, height * 0.55))
-        columns = (timeline.rank, timeline.kind, timeline.microbatch, left, right)
+        columns = (timeline.rank, timeline.kind, timeline.microbatch, left, right, _parts(timeline))
         gap = 1 if height >= 12 else 0
-        for rank, number, microbatch, a, b in zip(*(column.tolist() for column in columns), strict=True):
+        for rank, number, microbatch, a, b, part in zip(*(column.tolist() for column in columns), strict=True):
             colour = COLOURS.get(Kind(number))
             if colour is None or b < self.left or a > self.right:
                 continue
             top, bottom = rows + rank * height + gap, rows + (rank + 1) * height - 1 - gap
             if number == Kind.REDUCE:
                 top = bottom - max(1, height // 7)
+            elif part != _ALL:
+                top, bottom = (top, (top + bottom) // 2) if part == _UPPER else ((top + bottom) // 2 + 1, bottom)
             a, b = round(max(a, self.left)), round(min(b, self.right))
             between = 2 if b - a > 4 else 1  # a line of paper between neighbours of one colour
             self.pen.rectangle((a, top, max(a, b - between), bottom), colour)
@@ -122,6 +127,24 @@ class _Canvas:
                 if self.pen.textlength(text, font) + 4 < b - a:
                     self.pen.text(((a + b) / 2, (top + bottom) / 2), text, _INK, font, anchor="mm")
 
+    def _frames(self, timeline: Timeline, left: Any, right: Any, rows: int, height: int) -> None:
+        """A line around the two blocks of each overlapped pair: they are one action."""
+        for first, second in timeline.pairs.tolist():
+            a, b = min(left[first], left[second]), max(right[first], right[second])
+            if b >= self.left and a <= self.right and height >= 12:
+                top = rows + int(timeline.rank[first]) * height
+                a, b = round(max(a, self.left)), round(min(b, self.right))
+                self.pen.rectangle((a, top, max(a, b - 2), top + height - 1), outline=_INK)
+
+
+def _parts(timeline: Timeline) -> npt.NDArray[np.int64]:
+    """Which part of its row each block takes: half of it where the computations of a pair were done together."""
+    parts = np.full(len(timeline), _ALL)
+    first, second = timeline.pairs.T
+    at_once = timeline.start[second] < timeline.end[first]
+    parts[first[at_once]], parts[second[at_once]] = _UPPER, _LOWER
+    return parts
+
 
 def _round_step(least: float) -> float:
     """The smallest of 1, 2, 5 x 10^k that is not below `least`."""
@@ -129,11 +152,13 @@ def _round_step(least: float) -> float:
     return float(next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9)))
 
 
-def _legend(pen: ImageDraw.ImageDraw, top: int, kinds: set[Kind]) -> None:
+def _legend(pen: ImageDraw.ImageDraw, top: int, kinds: set[Kind], pairs: bool) -> None:
     x, y = _MARGIN + _LABELS, top + _LEGEND // 2 - 4
     for kind in [kind for kind in COLOURS if kind in kinds]:
         pen.rectangle((x, y - 6, x + 14, y + 6), COLOURS[kind])
         pen.text((x + 20, y), WORDS[kind], _INK, _font(12), anchor="lm")
         x += 36 + round(pen.textlength(WORDS[kind], _font(12)))
-    pen.rectangle((x, y - 6, x + 14, y + 6), _IDLE, _GRID)
-    pen.text((x + 20, y), "bubble", _INK, _font(12), anchor="lm")
+    for word, edge in [("overlapped pair", _INK)] * pairs + [("bubble", _GRID)]:
+        pen.rectangle((x, y - 6, x + 14, y + 6), _IDLE, edge)
+        pen.text((x + 20, y), word, _INK, _font(12), anchor="lm")
+        x += 36 + round(pen.textlength(word, _font(12)))

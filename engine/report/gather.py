@@ -1,7 +1,7 @@
 """From the records of single ranks to what a whole step, or a whole evaluation, was.
 
-Averages are over what was counted, never over processes: a loss is known to one rank per replica, so the global loss
-is the sum of loss sums over the sum of counts, and a step's time is the mean over the ranks' windows.
+Averages are over what was counted, never over processes: a loss is known to the ranks that end a pipeline, so the
+global loss is the sum of loss sums over the sum of counts, and a step's time is the mean over the ranks' windows.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ def _timeline(records: Sequence[Record]) -> Timeline | None:
     rank = np.repeat(np.arange(len(spans)), [len(rows) for rows in spans])
     windows = np.array([record.meta["window"] for record in records], dtype=np.int64)
     narrow = [column.astype(np.int32) for column in (rank, kind, stage, microbatch)]
-    return Timeline(narrow[0], narrow[1], narrow[2], narrow[3], start, end, windows)
+    before = np.cumsum([0, *map(len, spans[:-1])])
+    pairs = [record.arrays["pairs"].reshape(-1, 2) + first for record, first in zip(records, before, strict=True)]
+    return Timeline(narrow[0], narrow[1], narrow[2], narrow[3], start, end, windows, np.concatenate(pairs))
 
 
 @dataclass(frozen=True)
@@ -131,11 +133,10 @@ class Evaluation:
 
 
 class Evaluations:
-    """Puts together what the ranks that hold the last stage say: one per replica, one per direction with copies."""
+    """Puts together what the ranks say that computed a loss: one per replica."""
 
     def __init__(self, job: Job) -> None:
-        last = job.placement.stages - 1
-        self._expected = job.replicas * sum(stage == last for _, stage in job.placement.homes)
+        self._expected = job.replicas
         self._pending: dict[int, list[Meta]] = {}
 
     def add(self, record: Record) -> Evaluation | None:

@@ -63,6 +63,19 @@ def fractions(table: npt.NDArray[np.int64]) -> Floats:
     return shares
 
 
+def durations(timeline: Timeline) -> npt.NDArray[np.int64]:
+    """What each span took of its rank's time: [n]. Of a pair done together the first is left what the second was not.
+
+    So the two add up to the time of the pair, as in a simulation, where one comes after the other.
+    """
+    start, end = timeline.start, timeline.end
+    taken: npt.NDArray[np.int64] = end - start
+    first, second = timeline.pairs.T
+    whole = np.maximum(end[first], end[second]) - np.minimum(start[first], start[second])
+    taken[first] = np.where(start[second] < end[first], whole - taken[second], taken[first])
+    return taken
+
+
 class Measure:
     """Running sums over traced steps."""
 
@@ -102,7 +115,7 @@ class Measure:
         np.add.at(count, place, 1)
         if (count[Op.F] == self._replicas * self._passes).all():
             self._sums.count += count
-            np.add.at(self._sums.duration, place, timeline.end[here] - timeline.start[here])
+            np.add.at(self._sums.duration, place, durations(timeline)[here])
             self.last_whole = timeline
 
     def result(self) -> Bubbles | None:

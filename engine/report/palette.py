@@ -24,7 +24,7 @@ WORDS = {
     Kind.I: "input-gradient half",
     Kind.W: "weight-gradient half",
     Kind.STEP: "optimizer step",
-    Kind.REDUCE: "replica reduction (behind)",
+    Kind.REDUCE: "reduction (behind)",
     Kind.WAIT_DATA: "waiting for data",
 }
 # The names of the account. What is also a kind has that kind's colour; waits for messages are shades apart from them.

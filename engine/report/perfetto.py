@@ -1,8 +1,9 @@
 """A timeline as a Chrome trace, for Perfetto: one process per world rank, one lane per kind, arrows send -> use.
 
-All ranks are in one file on one clock. Times are microseconds with the nanoseconds behind the point, from the earliest
-moment of the step. An arrow begins at the start of the send and ends at the start of the computation that used the
-message: both are slices that exist, and the second never comes before the first.
+All ranks are in one file on one clock. An overlapped pair is one slice with its two computations inside. Times are
+microseconds with the nanoseconds behind the point, from the earliest moment of the step. An arrow begins at the start
+of the send and ends at the start of the computation that used the message: both are slices that exist, and the second
+never comes before the first.
 (Format: "Trace Event Format", the Chromium project.)
 """
 
@@ -43,10 +44,13 @@ def trace_of(timeline: Timeline, ranks: int) -> str:
 
 
 def trace_events(timeline: Timeline, ranks: int) -> list[Event]:
-    """Names first, then slices and arrow ends by time; of one moment the slice comes first, an arrow binds to it."""
+    """Names first, then slices and arrow ends by time.
+
+    Of one moment a slice comes before what is inside it, and an arrow, which binds to it, last.
+    """
     base = int(timeline.start.min()) if len(timeline) else 0
     spans = list(timeline)
-    timed = [*_slices(spans, base), *_arrows(timeline, spans, ranks, base)]
+    timed = [*_pairs(timeline, spans, base), *_slices(spans, base), *_arrows(timeline, spans, ranks, base)]
     return [*_names(timeline.ranks, ranks), *sorted(timed, key=lambda event: (event["ts"], event["ph"] != "X"))]
 
 
@@ -63,16 +67,28 @@ def _names(world: int, ranks: int) -> Iterator[Event]:
 
 def _slices(spans: list[Span], base: int) -> Iterator[Event]:
     for span in spans:
-        yield {
-            "ph": "X",
-            "pid": span.rank,
-            "tid": _lane(Kind(span.kind)),
-            "ts": _microseconds(span.start, base),
-            "dur": _microseconds(max(span.start, span.end), int(span.start)),
-            "name": _name(span),
-            "cat": _LANES[_lane(Kind(span.kind))],
-            "args": {"stage": span.stage, "microbatch": span.microbatch},
-        }
+        yield _slice(span, _name(span), base)
+
+
+def _pairs(timeline: Timeline, spans: list[Span], base: int) -> Iterator[Event]:
+    for first, second in timeline.pairs.tolist():
+        a, b = spans[first], spans[second]
+        whole = a._replace(start=min(a.start, b.start), end=max(a.end, b.end))
+        yield _slice(whole, f"({_name(a)};{_name(b)})OVERLAP_F_B", base)
+
+
+def _slice(span: Span, name: str, base: int) -> Event:
+    lane = _lane(Kind(span.kind))
+    return {
+        "ph": "X",
+        "pid": span.rank,
+        "tid": lane,
+        "ts": _microseconds(span.start, base),
+        "dur": _microseconds(max(span.start, span.end), int(span.start)),
+        "name": name,
+        "cat": _LANES[lane],
+        "args": {"stage": span.stage, "microbatch": span.microbatch},
+    }
 
 
 def _arrows(timeline: Timeline, spans: list[Span], ranks: int, base: int) -> Iterator[Event]:

@@ -23,6 +23,7 @@ from engine.runtime.transport import Edge, Transport
 from engine.runtime.update import Norms
 from engine.targets import build
 
+_ENGINE_KEYS = ("loss", "split", "overlap")  # of `model`: not for its function
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 
@@ -39,7 +40,7 @@ def model_layers(config: Mapping[str, Any]) -> list[tuple[str, Callable[[], nn.M
 
     An `nn.Sequential` is taken apart into its children. ValueError for anything else.
     """
-    keywords = {key: value for key, value in config.items() if key not in ("loss", "split")}
+    keywords = {key: value for key, value in config.items() if key not in _ENGINE_KEYS}
     made = build(keywords, where="model")
     if isinstance(made, nn.Sequential):
         # Not named_children(), which leaves out the second use of a module.
@@ -81,15 +82,15 @@ def build_stages(job: Job, rank: int, device: torch.device) -> dict[int, Stage]:
 
 
 class Wiring:
-    """Channels and groups of one rank. `reduction[s]`: the collective of the replicas' copies of its stage s."""
+    """Channels and groups of one rank. `reduction[s]`: the collective of all ranks that hold a copy of its stage s."""
 
     def __init__(self, job: Job, transport: Transport) -> None:
         self._transport = transport
-        self._ranks, self._replicas = job.ranks, job.replicas
+        self._ranks = job.ranks
         me = transport.rank
         self.replica, self.rank = divmod(me, job.ranks)
-        owners = {s: job.placement.rank(s) for s in range(job.placement.stages)}
-        groups = {s: [r * job.ranks + owner for r in range(job.replicas)] for s, owner in owners.items()}
+        owners = {s: job.placement.ranks_of(s) for s in range(job.placement.stages)}
+        groups = {s: [r * job.ranks + o for r in range(job.replicas) for o in own] for s, own in owners.items()}
         kind = COLLECTIVES[job.settings.allreduce.name]
         transport.open(self._edges(job) + [e for s, m in groups.items() for e in kind.edges(m, f"reduce{s}")])
         self._pipeline = [self.replica * job.ranks + r for r in range(job.ranks)]
@@ -101,7 +102,7 @@ class Wiring:
         for s, members in groups.items():
             if kind.backend_group:
                 self._group(members, f"reduce{s}")
-            if owners[s] == self.rank:
+            if self.rank in owners[s]:
                 self.reduction[s] = kind(transport, members, f"reduce{s}")
 
     def _group(self, members: list[int], label: str) -> None:
@@ -124,20 +125,21 @@ class Wiring:
             self._transport.all_reduce(vector, self._pipeline, "norms").wait()
 
     def sum_counts(self, count: torch.Tensor) -> Callable[[], None]:
-        """Start the sum of a count over the replicas' last ranks (others take no part); the result waits for it."""
-        if self._replicas == 1 or self._transport.rank not in self._last:
+        """Start the sum of a count over all last ranks (others take no part); the result waits for it."""
+        if len(self._last) == 1 or self._transport.rank not in self._last:
             return lambda: None
         return self._transport.all_reduce(count, self._last, "counts").wait
 
 
 def norms_of(job: Job, stages: Mapping[int, Stage], wiring: Wiring, device: torch.device) -> Norms:
-    """The norm of the whole model, seen from the rank that holds `stages`."""
+    """The norm of the whole model, seen from the rank that holds `stages`. It counts first copies only."""
     before = [0]
     for layer in job.layers:
         before.append(before[-1] + layer.trainable)
-    ends = [*job.split[1:], len(job.layers)]
-    places = [p for s in sorted(stages) for p in range(before[job.split[s]], before[ends[s]])]
-    return Norms(places, before[-1], wiring.sum_over_pipeline, DTYPES[job.settings.precision], device)
+    ends, counted = [*job.split[1:], len(job.layers)], job.placement.first_copies(wiring.rank)
+    places = [p for s in counted for p in range(before[job.split[s]], before[ends[s]])]
+    parameters = [p for s in counted for _, p in stages[s].named_parameters()]
+    return Norms(parameters, places, before[-1], wiring.sum_over_pipeline, DTYPES[job.settings.precision], device)
 
 
 def build_optimizer(job: Job, parameters: list[nn.Parameter]) -> tuple[Any, Any]:

@@ -2,7 +2,8 @@
 
 Training is untouched by it: no gradient, no random number, no statistic of the training changes. Where there are
 replicas each takes its share; those other than the first borrow the first one's buffers (BatchNorm's running
-statistics differ between replicas) and get their own back.
+statistics differ between replicas) and get their own back. Of two copies of a stage the first evaluates, with its own
+buffers: the weights are the same, and the statistics differ as between replicas.
 """
 
 from __future__ import annotations
@@ -28,18 +29,20 @@ class Evaluation:
     def __init__(
         self,
         job: Job,
-        replica: int,
+        rank: int,
         device: torch.device,
         executor: Executor,
         stages: Mapping[int, Stage],
         wiring: Wiring,
         loss: Loss,
     ) -> None:
-        self._job, self._replica, self._device = job, replica, device
+        self._job, self._device = job, device
+        self._replica, pipeline_rank = divmod(rank, job.ranks)
         self._executor, self._stages, self._wiring, self._loss = executor, stages, wiring, loss
         size = job.settings.eval.batch_size or job.settings.train.global_batch_size
         self._batches = Batches(job.eval_samples, size, job.replicas, job.settings.seed, shuffle=False)
-        self._first, self._last = 0 in stages, job.placement.stages - 1 in stages
+        self._own = job.placement.first_copies(pipeline_rank)
+        self._first, self._last = 0 in self._own, job.placement.stages - 1 in self._own
         self._data: Any = None
         self._rows: dict[int, Row] = {}
 
@@ -108,14 +111,14 @@ class Evaluation:
         return self._rows[microbatches]
 
     def _borrow(self) -> list[tuple[Tensor, Tensor]]:
-        """Give every replica the buffers of replica 0; (buffer, its own value) pairs to restore."""
+        """Give every copy of a stage the buffers of replica 0's first; (buffer, its own value) pairs to restore."""
         if self._job.replicas == 1:
             return []
         own = [(b, b.clone()) for s in sorted(self._stages) for _, b in self._stages[s].named_buffers()]
         for stage in sorted(self._stages):
             for _, buffer in self._stages[stage].named_buffers():
-                flat = buffer.reshape(-1) if self._replica == 0 else torch.zeros_like(buffer).reshape(-1)
-                flat = flat.clone()
+                lends = self._replica == 0 and stage in self._own
+                flat = buffer.flatten().clone() if lends else torch.zeros_like(buffer).flatten()
                 self._wiring.reduction[stage].all_reduce(flat)
                 buffer.copy_(flat.view_as(buffer))
         return own

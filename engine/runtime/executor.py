@@ -10,6 +10,9 @@
                    W: the weight gradients that I has left
     REDUCE: start the replicas' reduction of a stage, in the background          STEP: wait for it, clip, update
 
+An overlapped pair, F of one micro-batch and B or I of another, runs by the model's own function once both of their
+messages are there; without such a function one after the other. What they send leaves behind the pair in any case.
+
 Neighbouring stages on one rank hand tensors over directly. An exception leaves with the attributes `stage`,
 `microbatch` and `action`, so that whoever reports it can say where it happened.
 """
@@ -28,21 +31,27 @@ from engine.plan.actions import Action, Op, Placement, Program
 from engine.plan.timeline import Kind
 from engine.runtime.boundary import Layout, Message, tensors_of
 from engine.runtime.links import ONE_WAY, Links, Pending
+from engine.runtime.overlap import Beside, LayerCall, Overlap, together
 from engine.runtime.position import here
 from engine.runtime.stage import Draw, Stage
 from engine.runtime.trace import Tracer
+
+Unit = tuple[Action, ...]  # one action, or an overlapped pair
 
 
 class Row(NamedTuple):
     """A rank's row of a program as the executor takes it."""
 
-    actions: Sequence[tuple[int, Action]]  # packed and unpacked
+    units: Sequence[Unit]
     halves: frozenset[tuple[int, int]]  # (stage, micro-batch) whose backward is I and W
+    placement: Placement  # which way a micro-batch goes depends on how many there are
 
 
 def row_of(program: Program, rank: int) -> Row:
-    actions = list(zip(program.rows[rank].tolist(), program.actions(rank), strict=True))
-    return Row(actions, frozenset((a.stage, a.microbatch) for _, a in actions if a.op is Op.I))
+    actions = program.actions(rank)
+    units = [(action, next(actions)) if action.fused else (action,) for action in actions]
+    halves = frozenset((a.stage, a.microbatch) for unit in units for a in unit if a.op is Op.I)
+    return Row(units, halves, program.placement)
 
 
 @dataclass
@@ -64,35 +73,38 @@ class Feed:
 
 
 class Executor:
-    """Runs rows of one rank. `specs(mode, rows)` gives the messages between stages for micro-batches of `rows`."""
+    """Runs rows of one rank. `specs(mode, rows)` gives the messages between stages for micro-batches of `rows`.
+
+    `overlap` is the model's own function for overlapped pairs, if it has one.
+    """
 
     def __init__(
         self,
         rank: int,
-        placement: Placement,
         stages: Mapping[int, Stage],
         links: Links,
         tracer: Tracer,
         specs: Callable[[str, int], Sequence[MessageSpec]],
         reduce: Callable[[int], None],
         step: Callable[[], None],
+        overlap: Overlap | None = None,
     ) -> None:
         self.rank = rank
-        self.placement = placement
         self.stages = stages
         self.links = links
         self.tracer = tracer
         self.peak_in_flight = 0
         self.peak_bytes = 0
         self.when_idle: Callable[[], None] | None = None  # done once, when the rank next waits for a message
-        self._specs = specs
+        self._specs, self._overlap = specs, overlap
         self._messages: dict[tuple[str, int, int], Message] = {}
         self._feed: Feed
         self._halves: frozenset[tuple[int, int]]
+        self._placement: Placement
         self._posted: dict[tuple[Op, int, int], Pending] = {}
         self._handed: dict[tuple[Op, int, int], list[Tensor | None]] = {}
         self._outbox: dict[tuple[Op, int, int], list[Tensor | None]] = {}
-        self._do: dict[Op, Callable[[int, int], None]] = {
+        self._do: dict[Op, Callable[[int, int], Any]] = {
             Op.F: self._forward,
             Op.B: lambda stage, microbatch: self._backward(Kind.B, stage, microbatch),
             Op.I: lambda stage, microbatch: self._backward(Kind.I, stage, microbatch),
@@ -107,33 +119,71 @@ class Executor:
 
     def run(self, row: Row, feed: Feed) -> None:
         """Execute one row. In evaluation (no graph is kept) the row holds forwards only."""
-        self._feed, self._halves = feed, row.halves
-        position = here()
+        self._feed, self._halves, self._placement = feed, row.halves, row.placement
+        self._position = here()
         with torch.set_grad_enabled(feed.training):
-            for code, action in row.actions:
-                position[0] = code
-                try:
-                    self._do[action.op](action.stage, action.microbatch)
-                except BaseException as error:
-                    _locate(error, action)
-                    raise
+            for unit in row.units:
+                if len(unit) == 1:
+                    self._act(*unit)
+                else:
+                    self._pair(*unit)
         assert not self._posted and not self._outbox and not self._handed, "a row left messages behind"
+
+    def _act(self, action: Action) -> Any:
+        """One action; the number of its span where it is a computation."""
+        self._position[0] = action.pack()
+        try:
+            return self._do[action.op](action.stage, action.microbatch)
+        except BaseException as error:
+            _locate(error, action)
+            raise
+
+    def _pair(self, first: Action, second: Action) -> None:
+        """An overlapped pair: together, by the model's own function, where the second does not need the first."""
+        forward_and_backward = first.op is Op.F and second.op in (Op.B, Op.I)
+        same = (first.stage, first.microbatch) == (second.stage, second.microbatch)
+        if self._overlap is not None and forward_and_backward and not same:
+            spans = self._together(self._overlap, first, second)
+        else:
+            spans = self._act(first), self._act(second)
+        self.tracer.add_pair(*spans)
+
+    def _together(self, overlap: Overlap, ahead: Action, behind: Action) -> tuple[int, int]:
+        """Both of a pair by the model's function, with both of their messages there before it is called."""
+        self._position[0] = ahead.pack()
+        kind, place, spans = Kind(int(behind.op)), (behind.stage, behind.microbatch), []
+        held = self.stages[behind.stage].held(behind.microbatch)
+        try:
+            arrived = self._gradients(*place)
+
+            def backward() -> None:
+                spans.append(self._give_back(kind, *place, *arrived))
+
+            def beside(layers: Sequence[LayerCall], value: Any) -> Any:
+                return together(overlap, layers, value, backward)
+
+            span = self._forward(ahead.stage, ahead.microbatch, beside)
+        except BaseException as error:
+            _locate(error, ahead, f"({ahead};{behind})OVERLAP_F_B")
+            raise
+        self._count_live(1, held)  # as if the backward had begun where the forward ended: both were alive
+        return span, spans[0]
 
     # -- compute ---------------------------------------------------------------------------------------------------
 
-    def _forward(self, stage: int, microbatch: int) -> None:
+    def _forward(self, stage: int, microbatch: int, beside: Beside | None = None) -> int:
         feed, rows = self._feed, self._feed.sizes[microbatch]
         message = self._message(stage - 1, microbatch) if stage > 0 else None
         received = self._arrived(Op.RECV_F, stage, microbatch) if message else None
         given = None if message else feed.input(microbatch)
-        last = stage == self.placement.stages - 1
+        last = stage == self._placement.stages - 1
         target = feed.target(microbatch) if last else None
         start = self.tracer.mark()
         if feed.training:
             loss = (lambda output: feed.loss(output, target)) if last else None
             halves = (stage, microbatch) in self._halves
             output, total = self.stages[stage].forward(
-                microbatch, received, given, message, feed.draw(microbatch), loss, rows, halves
+                microbatch, received, given, message, feed.draw(microbatch), loss, rows, halves, beside
             )
             if total is not None:
                 feed.losses[microbatch] = total
@@ -145,35 +195,46 @@ class Executor:
             if last:
                 assert feed.evaluated is not None
                 feed.evaluated(output, target, microbatch)
-        self.tracer.add(Kind.F, stage, microbatch, start, self.tracer.mark())
+        span = self.tracer.add(Kind.F, stage, microbatch, start, self.tracer.mark())
         self._count_live()
         if not last:
             self._hand_on(output, stage, microbatch)
+        return span
 
-    def _backward(self, kind: Kind, stage: int, microbatch: int) -> None:
+    def _backward(self, kind: Kind, stage: int, microbatch: int) -> int:
         """B, or its first half, I: what it hands on is the same."""
-        feed = self._feed
-        last = stage == self.placement.stages - 1
-        gradients = None if last else self._arrived(Op.RECV_B, stage, microbatch)
-        count = feed.count() if last else None
+        return self._give_back(kind, stage, microbatch, *self._gradients(stage, microbatch))
+
+    def _gradients(self, stage: int, microbatch: int) -> tuple[list[Tensor | None] | None, float | None]:
+        """What a backward begins with: the gradients of the outputs, or on the last stage what the batch counted."""
+        if stage == self._placement.stages - 1:
+            return None, self._feed.count()
+        return self._arrived(Op.RECV_B, stage, microbatch), None
+
+    def _give_back(
+        self, kind: Kind, stage: int, microbatch: int, gradients: list[Tensor | None] | None, count: float | None
+    ) -> int:
+        """The backward itself."""
         start = self.tracer.mark()
         run = self.stages[stage].backward if kind is Kind.B else self.stages[stage].backward_input
         box = run(microbatch, gradients, count)
-        self.tracer.add(kind, stage, microbatch, start, self.tracer.mark())
+        span = self.tracer.add(kind, stage, microbatch, start, self.tracer.mark())
         if kind is Kind.I:
             self._count_live()
         if stage > 0:
             self._deliver(Op.SEND_B, stage, stage - 1, microbatch, box)
+        return span
 
-    def _weights(self, stage: int, microbatch: int) -> None:
+    def _weights(self, stage: int, microbatch: int) -> int:
         start = self.tracer.mark()
         self.stages[stage].backward_weight(microbatch)
-        self.tracer.add(Kind.W, stage, microbatch, start, self.tracer.mark())
+        return self.tracer.add(Kind.W, stage, microbatch, start, self.tracer.mark())
 
-    def _count_live(self) -> None:
+    def _count_live(self, more: int = 0, nbytes: int = 0) -> None:
+        """Keep the peaks; `more` micro-batches with `nbytes` were alive besides those that are now."""
         if self._feed.training:
-            self.peak_in_flight = max(self.peak_in_flight, sum(s.in_flight for s in self.stages.values()))
-            self.peak_bytes = max(self.peak_bytes, sum(s.live_bytes for s in self.stages.values()))
+            self.peak_in_flight = max(self.peak_in_flight, more + sum(s.in_flight for s in self.stages.values()))
+            self.peak_bytes = max(self.peak_bytes, nbytes + sum(s.live_bytes for s in self.stages.values()))
 
     # -- messages --------------------------------------------------------------------------------------------------
 
@@ -189,7 +250,7 @@ class Executor:
         self._deliver(Op.SEND_F, stage, stage + 1, microbatch, tensors)
 
     def _deliver(self, op: Op, stage: int, neighbour: int, microbatch: int, tensors: list[Tensor | None]) -> None:
-        if self.placement.rank(neighbour, microbatch) != self.rank:
+        if self._placement.rank(neighbour, microbatch) != self.rank:
             self._outbox[op, stage, microbatch] = tensors
             return
         # On one rank the next stage gets copies: it may work in place on what this one saved for its backward.
@@ -220,7 +281,7 @@ class Executor:
 
     def _send(self, op: Op, stage: int, neighbour: int, microbatch: int, layout: Layout) -> None:
         start = self.tracer.mark()
-        peer = self.placement.rank(neighbour, microbatch)
+        peer = self._placement.rank(neighbour, microbatch)
         kind = "F" if op is Op.SEND_F else "B"
         self.links.send(peer, kind, layout, self._outbox.pop((op, stage, microbatch)), stage, microbatch)
         self.tracer.add(Kind(int(op)), stage, microbatch, start, self.tracer.mark())
@@ -233,7 +294,7 @@ class Executor:
 
     def _post(self, op: Op, stage: int, neighbour: int, microbatch: int, layout: Layout) -> None:
         start = self.tracer.mark()
-        peer = self.placement.rank(neighbour, microbatch)
+        peer = self._placement.rank(neighbour, microbatch)
         self._posted[op, stage, microbatch] = self.links.post(peer, "F" if op is Op.RECV_F else "B", layout)
         self.tracer.add(Kind(int(op)), stage, microbatch, start, self.tracer.mark())
 
@@ -245,7 +306,7 @@ class Executor:
         return self._messages[key]
 
 
-def _locate(error: BaseException, action: Action) -> None:
+def _locate(error: BaseException, action: Action, shown: str | None = None) -> None:
     """Say on the exception where it happened; the innermost place stays."""
     if not hasattr(error, "action"):
-        error.stage, error.microbatch, error.action = action.stage, action.microbatch, str(action)  # type: ignore[attr-defined]
+        error.stage, error.microbatch, error.action = action.stage, action.microbatch, shown or str(action)  # type: ignore[attr-defined]

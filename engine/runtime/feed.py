@@ -68,7 +68,7 @@ class Share:
 
 
 class Shares:
-    """The shares of one replica, as far as a rank needs them: inputs on the first stage's, targets on the last's.
+    """The shares of one replica, as far as a world rank needs them: inputs with the first stage, targets with the last.
 
     `legal(m)`: the largest number of micro-batches, at most m, for which there is a program. Ranks in the middle open
     no data set. Waiting for data is traced.
@@ -77,8 +77,7 @@ class Shares:
     def __init__(
         self,
         job: Job,
-        replica: int,
-        ends: tuple[bool, bool],
+        rank: int,
         device: torch.device,
         tracer: Tracer,
         legal: Callable[[int], int],
@@ -89,14 +88,16 @@ class Shares:
             job.train_samples, settings.train.global_batch_size, job.replicas, settings.seed, shuffle
         )
         self.steps = self.batches.steps(settings.train.steps, settings.train.epochs)
-        self._job, self._replica, self._device, self._tracer, self._legal = job, replica, device, tracer, legal
-        self._first, self._last = ends
+        self._job, self._device, self._tracer, self._legal = job, device, tracer, legal
+        self._replica, self._rank = divmod(rank, job.ranks)
+        stages = job.placement.stages_of(self._rank)
+        self._first, self._last = 0 in stages, job.placement.stages - 1 in stages
         self._held: dict[int, Share] = {}
         self._data: Iterator[Any] = iter(())
         if self._first or self._last:
             data = dataset(settings.data, evaluation=False)
             assert data is not None
-            self._data = loader(settings.data, data, self.batches, replica, self.steps, device)
+            self._data = loader(settings.data, data, self.batches, self._replica, self.steps, device)
 
     def take(self, step: int) -> Share:
         """The share of a step; steps are taken in order."""
@@ -130,13 +131,16 @@ class Shares:
             raise
 
     def counted(self, share: Share, loss: Loss) -> float:
-        """What a share counts for the loss; 0 on ranks that compute none."""
+        """What those micro-batches of a share count whose loss is computed here; 0 on ranks that compute none."""
         if not self._last:
             return 0.0
-        total, row = 0.0, 0
-        for rows in (rows for piece in share.pieces for rows in piece):
-            total += loss.count(share.target_of(row, rows), self._job.boundaries["train", rows][-1])
-            row += rows
+        total, row, last = 0.0, 0, self._job.placement.stages - 1
+        for piece in share.pieces:
+            placement = self._job.steps[len(piece)].placement
+            for microbatch, rows in enumerate(piece):
+                if placement.rank(last, microbatch) == self._rank:
+                    total += loss.count(share.target_of(row, rows), self._job.boundaries["train", rows][-1])
+                row += rows
         return total
 
 

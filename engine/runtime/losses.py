@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from engine.job import MessageSpec, TensorSpec
-from engine.targets import build, locate, name_of
+from engine.targets import build_function, locate, name_of
 
 log = logging.getLogger(__name__)
 
@@ -114,22 +114,9 @@ def make_loss(loss: Mapping[str, Any] | Callable[..., Any], where: str = "model.
 
 
 def _from_section(section: Mapping[str, Any], where: str) -> Any:
-    if section.get("_target_"):
-        target = locate(section["_target_"], where)
-        if inspect.isroutine(target) and _open_arguments(target, section) >= 2:
-            return build({**section, "_partial_": True}, where=where)
-        if target in _TORCH:
-            section = _tensors(section)
-    return build(section, where=where)
-
-
-def _open_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> int:
-    """How many arguments `function` still needs."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return 0
-    return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in given for p in parameters)
+    if section.get("_target_") and locate(section["_target_"], where) in _TORCH:
+        section = _tensors(section)
+    return build_function(section, 2, where)
 
 
 def _tensors(keywords: Mapping[str, Any]) -> dict[str, Any]:

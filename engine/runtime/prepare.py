@@ -29,6 +29,7 @@ from engine.runtime.build import DTYPES, autocast_of, model_layers
 from engine.runtime.inspect import FakeModel
 from engine.runtime.losses import Loss, make_loss
 from engine.runtime.microbatch import Batches, passes, sizes
+from engine.runtime.overlap import make_overlap
 from engine.runtime.source import dataset, pair
 from engine.settings import Settings
 from engine.targets import build, locate, prepare_import_path
@@ -57,7 +58,8 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
     }
     training = {len(piece): compute_program(settings, len(piece)) for piece in pieces["train"]}
     forward = {len(piece): evaluation(compute.placement, len(piece)) for piece in pieces["eval"]}
-    reduce, again = settings.data_parallel.replicas > 1, settings.train.accumulate > 1
+    reduce = settings.data_parallel.replicas * compute.placement.copies > 1
+    again = settings.train.accumulate > 1
     return Job(
         settings=settings,
         placement=compute.placement,
@@ -192,6 +194,7 @@ def _check_batch(settings: Settings) -> None:
 
 def _check_parts(settings: Settings) -> Loss:
     """Loss, optimizer and scheduler can be built and used: tried on one parameter, so that no worker finds out."""
+    make_overlap(settings.model.get("overlap"))
     loss = make_loss(settings.model.get("loss") or {})
     optimizer = build(settings.optimizer, [nn.Parameter(torch.zeros(1))], where="optimizer")
     if settings.lr_scheduler and settings.lr_scheduler.get("_target_"):

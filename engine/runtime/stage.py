@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from engine.runtime.activations import saved_bytes
 from engine.runtime.boundary import Message, tensors_of
+from engine.runtime.overlap import Beside, LayerCall
 from engine.runtime.seeds import drawing, seed_for
 from engine.runtime.split import Later, Routing
 
@@ -90,13 +92,27 @@ class Stage:
         """The layers, one after another. `draw` is None in evaluation."""
         with self.autocast():
             for layer in self.layers:
-                if layer.random and draw is not None:
-                    seed = seed_for(self.seed, "draw", layer.number, *draw)
-                    with drawing(seed, self.device):
-                        value = layer.module(value)
-                else:
-                    value = layer.module(value)
+                value = self._through(layer, value, draw)
         return value
+
+    def _through(self, layer: StageLayer, value: Any, draw: Draw | None) -> Any:
+        if not layer.random or draw is None:
+            return layer.module(value)
+        with drawing(seed_for(self.seed, "draw", layer.number, *draw), self.device):
+            return layer.module(value)
+
+    def _run_routed(self, value: Any, draw: Draw, later: Later | None, beside: Beside | None) -> Any:
+        """The layers of a forward in training. Where other work runs beside them, a layer's contexts end with it."""
+        routing = nullcontext if later is None else lambda: Routing(later)
+        if beside is None:
+            with routing():
+                return self.run(value, draw)
+
+        def call(layer: StageLayer, value: Any) -> Any:
+            with self.autocast(), routing():
+                return self._through(layer, value, draw)
+
+        return beside([LayerCall(x.name, x.module, partial(call, x)) for x in self.layers], value)
 
     def forward(
         self,
@@ -108,19 +124,19 @@ class Stage:
         loss: Callable[[Any], Tensor] | None,
         rows: int,
         halves: bool = False,
+        beside: Beside | None = None,
     ) -> tuple[Any, Tensor | None]:
         """Forward of a micro-batch of `rows` samples in training: the output, and on the last stage the loss sum.
 
         The input is `given` on the first stage, else the `received` tensors of `message`. `halves`: its backward will
-        be `backward_input` and `backward_weight`.
+        be `backward_input` and `backward_weight`. `beside` runs the layers, where something else runs meanwhile.
         """
         box: list[Tensor | None] = []
         if message is not None:
             assert received is not None
             given, box = message.enter(received, self._anchor)
         later = Later() if halves else None
-        with nullcontext() if later is None else Routing(later):
-            output = self.run(given, draw)
+        output = self._run_routed(given, draw, later, beside)
         total = None
         if loss is not None:
             with self.autocast():
@@ -161,6 +177,10 @@ class Stage:
         """The weight gradients that `backward_input` has left, added to `.grad`."""
         later, _ = self._later.pop(microbatch)
         later.run()
+
+    def held(self, microbatch: int) -> int:
+        """Bytes that autograd keeps for one micro-batch in flight."""
+        return self._live[microbatch].nbytes
 
     @property
     def in_flight(self) -> int:

@@ -9,7 +9,7 @@ synchronisation and one anchor, so tracing costs no wait inside the step.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,14 @@ from engine.plan.timeline import Kind
 from engine.records import SPAN_COLUMNS
 
 
+class Traced(NamedTuple):
+    """A step: `spans` [n, 5] as in `engine.records`; `pairs` [k, 2] by index of span; `window` in nanoseconds."""
+
+    spans: npt.NDArray[np.int64]
+    pairs: npt.NDArray[np.int64]
+    window: tuple[int, int]
+
+
 class Tracer:
     """Spans of the current step. `on` is false in steps that are not traced: marks are then free."""
 
@@ -26,6 +34,7 @@ class Tracer:
         self.on = True
         self.window_start = self.now()
         self._spans: list[tuple[int, int, int, Any, Any]] = []
+        self._pairs: list[tuple[int, int]] = []
 
     def now(self) -> int:
         """This moment on the host, in nanoseconds."""
@@ -35,26 +44,34 @@ class Tracer:
         """This moment of the rank's work."""
         return time.monotonic_ns() if self.on else 0
 
-    def add(self, kind: Kind, stage: int, microbatch: int, start: Any, end: Any) -> None:
+    def add(self, kind: Kind, stage: int, microbatch: int, start: Any, end: Any) -> int:
+        """Record a span; its number in this step."""
         if self.on:
             self._spans.append((kind, stage, microbatch, start, end))
+        return len(self._spans) - 1
+
+    def add_pair(self, first: int, second: int) -> None:
+        """The spans of these numbers are one overlapped pair."""
+        if self.on:
+            self._pairs.append((first, second))
 
     def add_host(self, kind: Kind, stage: int, microbatch: int, start_ns: int, end_ns: int) -> None:
         """A span that was measured on the host's clock."""
         if self.on:
             self._spans.append((kind, stage, microbatch, start_ns, end_ns))
 
-    def finish(self) -> tuple[npt.NDArray[np.int64], tuple[int, int]]:
-        """Close the window of a step: its spans [n, 5] and [start, end]; the next window starts here."""
+    def finish(self) -> Traced:
+        """Close the window of a step; the next one starts here."""
         spans = np.array(self._nanoseconds(), dtype=np.int64).reshape(-1, SPAN_COLUMNS)
+        pairs = np.array(self._pairs, dtype=np.int64).reshape(-1, 2)
         end = self.now()
         window = (self.window_start, end)
-        self._spans, self.window_start = [], end
-        return spans, window
+        self._spans, self._pairs, self.window_start = [], [], end
+        return Traced(spans, pairs, window)
 
     def pause_ended(self) -> None:
         """What went on since the last window (an evaluation, a checkpoint) belongs to no step."""
-        self._spans, self.window_start = [], self.now()
+        self._spans, self._pairs, self.window_start = [], [], self.now()
 
     def _nanoseconds(self) -> list[tuple[int, int, int, int, int]]:
         return self._spans

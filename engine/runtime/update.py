@@ -2,7 +2,8 @@
 
 The norm of the whole model is that of one process, to the last digit: each rank fills in the norms of its own
 parameters, the vectors are summed over the pipeline's ranks (x + 0 is exact, in any order), and every rank combines
-the same numbers in model order with torch's own function. Replicas hold equal gradients and are not counted again.
+the same numbers in model order with torch's own function. Replicas, and second copies of a stage, hold equal gradients
+and are not counted again.
 """
 
 from __future__ import annotations
@@ -18,33 +19,40 @@ _ABSENT = -1.0
 
 
 class Norms:
-    """Gradient norms of the whole model. `places[i]`: position in model order of this rank's i-th parameter.
+    """Gradient norms of the whole model. `parameters`: those that this rank counts; `places`: where they stand in it.
 
     `exchange` sums a float64 vector [`total`] over the ranks of the pipeline, in place.
     """
 
     def __init__(
         self,
+        parameters: Sequence[nn.Parameter],
         places: Sequence[int],
         total: int,
         exchange: Callable[[Tensor], None],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self._parameters = list(parameters)
         self._places = list(places)
         self._total = total
         self._exchange = exchange
         self._dtype = dtype
         self._device = device
 
-    def total(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+    def total(self) -> Tensor:
         """The 2-norm over all gradients of the model: a 0-dim tensor of `dtype`, the parameters'."""
         norms = torch.zeros(self._total, dtype=torch.float64, device=self._device)
-        for place, parameter in zip(self._places, parameters, strict=True):
+        for place, parameter in zip(self._places, self._parameters, strict=True):
             grad = parameter.grad
             norms[place] = _ABSENT if grad is None else torch.linalg.vector_norm(grad, 2.0)
         self._exchange(norms)
         return torch.linalg.vector_norm(norms[norms != _ABSENT].to(self._dtype), 2.0)
+
+    def local(self) -> float:
+        """2-norm of what this rank counts, for the log."""
+        grads = [p.grad for p in self._parameters if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
 
 
 class Update:
@@ -66,11 +74,6 @@ class Update:
     def lr(self) -> float | None:
         """The learning rate that the next step will use (of the first parameter group)."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer else None
-
-    def local_norm(self) -> float:
-        """2-norm of this rank's gradients, for the log."""
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        return float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
 
     def apply(self, norm: Tensor | None) -> None:
         """Clip by `norm` where it is given, step, advance the schedule by one optimizer step, zero."""

@@ -12,8 +12,6 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.collectives.background import ReduceThread
@@ -27,7 +25,8 @@ from engine.runtime.executor import Executor, Row, row_of
 from engine.runtime.feed import Count, Share, Shares
 from engine.runtime.links import Links
 from engine.runtime.losses import make_loss
-from engine.runtime.trace import tracer_for
+from engine.runtime.overlap import make_overlap
+from engine.runtime.trace import Traced, tracer_for
 from engine.runtime.transport import Transport
 from engine.runtime.update import Update
 
@@ -58,24 +57,24 @@ class Worker:
             torch.cuda.set_device(self.device)
         self.wiring = Wiring(job, transport)
         self.stages = build_stages(job, self.rank, self.device)
-        self.first_here, self.last_here = 0 in self.stages, job.placement.stages - 1 in self.stages
+        self.last_here = job.placement.stages - 1 in self.stages
         named = [item for s in sorted(self.stages) for item in self.stages[s].named_parameters()]
         parameters = [p for _, p in named]
         self.update = Update(parameters, *build_optimizer(job, parameters), settings.train.clip_norm)
         self.norms = norms_of(job, self.stages, self.wiring, self.device)
         self.reduce_thread = ReduceThread()
-        self.reducers = self._reducers() if job.replicas > 1 else {}
+        self.reducers = self._reducers() if job.reduces else {}
         self.loss = make_loss(settings.model.get("loss") or {})
         self.tracer = tracer_for(self.device)
         self.links = Links(transport, self.replica * job.ranks, self.device)
         self.executor = Executor(
-            self.rank, job.placement, self.stages, self.links, self.tracer, self._specs, self._reduce, self._step
-        )
-        ends = self.first_here, self.last_here
-        self.shares = Shares(job, self.replica, ends, self.device, self.tracer, self._legal)
-        self.evaluation = Evaluation(job, self.replica, self.device, self.executor, self.stages, self.wiring, self.loss)
+            self.rank, self.stages, self.links, self.tracer, self._specs, self._reduce, self._step,
+            make_overlap(settings.model.get("overlap")),
+        )  # fmt: skip
+        self.shares = Shares(job, rank, self.device, self.tracer, self._legal)
+        self.evaluation = Evaluation(job, rank, self.device, self.executor, self.stages, self.wiring, self.loss)
         self._rows: dict[tuple[str, int], Row] = {}
-        self._unsent: tuple[dict[str, Any], npt.NDArray[np.int64]] | None = None
+        self._unsent: tuple[dict[str, Any], Traced] | None = None
         self._norm: float | None = None
         self._local_norm = 0.0
 
@@ -128,7 +127,7 @@ class Worker:
         last = feeds[-1] if feeds else Share(None, None, [[]]).feeds(step, self.replica, self.loss, count)[0]
         self.executor.run(self._row("step", len(last.sizes)), last)
         losses = [float(value) for feed in feeds for _, value in sorted(feed.losses.items())]
-        spans, window = self.tracer.finish()
+        traced = self.tracer.finish()
         self._flush()  # of the step before, where this one never waited
         record = {
             "rank": self.world_rank,
@@ -145,9 +144,9 @@ class Worker:
             "peak_activation_bytes": self.executor.peak_bytes,
             "bytes_sent_between_stages": self.links.bytes_sent - sent,
             "reduce_bytes_sent": self._reduce_bytes - reduced,
-            "window": list(window),
+            "window": list(traced.window),
         }
-        self._unsent = record, spans
+        self._unsent = record, traced
 
     def _meanwhile(self, step: int) -> None:
         """What can be done while the rank waits: report the step before, load the next one's samples."""
@@ -157,8 +156,8 @@ class Worker:
     def _flush(self) -> None:
         """Post the record that is held back."""
         if self._unsent is not None:
-            (record, spans), self._unsent = self._unsent, None
-            self.post(encode("step", record, {"spans": spans}))
+            (record, traced), self._unsent = self._unsent, None
+            self.post(encode("step", record, {"spans": traced.spans, "pairs": traced.pairs}))
 
     # -- what the executor asks for --------------------------------------------------------------------------------
 
@@ -194,10 +193,10 @@ class Worker:
         norm = None
         if self.update.clip_norm is not None:
             start = mark()
-            norm = self.norms.total(self.update.parameters)
+            norm = self.norms.total()
             add(Kind.WAIT_NORM, -1, -1, start, mark())
             self._norm = float(norm)
         start = mark()
-        self._local_norm = self.update.local_norm()
+        self._local_norm = self.norms.local()
         self.update.apply(norm)
         add(Kind.STEP, -1, -1, start, mark())
