@@ -27,6 +27,7 @@ ALLOWED = {
         "engine.plan", "engine.collectives", "engine.job", "engine.settings", "engine.records", "engine.targets",
     },
     "engine.report": {"engine.job", "engine.plan", "engine.records", "engine.settings"},
+    "engine.tab": {"engine.plan", "engine.report"},  # what TensorBoard loads: the report's view of event files
     "engine.config": {"engine.plan", "engine.settings", "engine.runtime.environment"},
     "engine.complaints": {"engine.config"},
     "engine.run": {"engine"},
@@ -43,6 +44,7 @@ FORBIDDEN = {
     "engine": HYDRA | BOARD,
     "engine.plan": HYDRA | BOARD | {"torch"},
     "engine.report": HYDRA | {"torch"},
+    "engine.tab": HYDRA | {"torch"},
     "engine.settings": HYDRA | BOARD | {"torch"},
     "engine.job": HYDRA | BOARD | {"torch"},
     "engine.records": HYDRA | BOARD | {"torch"},

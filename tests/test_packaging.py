@@ -36,7 +36,7 @@ def test_wheel_holds_the_code_the_configuration_and_the_licence(wheel: Path) -> 
         path.relative_to(CHECKOUT).as_posix()
         for part in PARTS
         for path in (CHECKOUT / part).rglob("*")
-        if path.suffix in {".py", ".yaml"}
+        if path.suffix in {".py", ".yaml", ".js", ".css"}
     }
     assert "conf/config.yaml" in ours
     assert ours <= names

@@ -162,3 +162,29 @@ def test_ci_runs_the_check_and_the_tests() -> None:
     text = (CHECKOUT / ".ci" / "run").read_text()
     assert "scripts/check" in text
     assert "scripts/test" in text
+    assert ".ci/browser" in text
+
+
+APT = """#!/bin/bash
+if [[ "$1" == install && {works} == yes ]]; then printf '#!/bin/bash\n' >"{bin}/chromium"; chmod +x "{bin}/chromium"; fi
+[[ {works} == yes ]]
+"""
+
+
+@pytest.mark.parametrize(
+    ("user", "works", "said"), [("0", "yes", ""), ("0", "no", "skipped"), ("1000", "yes", "skipped")]
+)
+def test_ci_installs_a_browser_where_it_can_and_says_where_it_cannot(
+    user: str, works: str, said: str, tmp_path: Path
+) -> None:
+    for name, text in {"apt-get": APT.format(works=works, bin=tmp_path), "id": f"#!/bin/bash\necho {user}\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    for name in ("bash", "chmod"):
+        (tmp_path / name).symlink_to(shutil.which(name) or name)
+    script = CHECKOUT / ".ci" / "browser"
+    assert os.access(script, os.X_OK)
+    command = ["/bin/bash", str(script)]
+    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and said in done.stderr, done.stderr
+    assert (tmp_path / "chromium").exists() == (not said)

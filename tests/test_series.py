@@ -39,3 +39,9 @@ def test_documents_come_back_and_repeat_byte_for_byte() -> None:
     document = json.dumps({"step": 3, "name": "Δt"})
     assert series.unpacked(series.packed(document)) == document
     assert series.packed(document) == series.packed(document)
+
+
+@pytest.mark.parametrize("content", [b"no", series.packed("{}")[:14], series.packed("{}")[:-9] + bytes(9), b"\x1f\x8b"])
+def test_other_bytes_are_refused(content: bytes) -> None:
+    with pytest.raises(ValueError, match="not a packed document"):
+        series.unpacked(content)

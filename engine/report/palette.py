@@ -47,6 +47,9 @@ def hexadecimal(colour: Colour) -> str:
 
 
 def by_name() -> dict[str, dict[str, str]]:
-    """Colours by kind of action and by name of the account, for a page."""
-    kinds = {kind.name: hexadecimal(colour) for kind, colour in COLOURS.items()}
-    return {"kinds": kinds, "names": {name: hexadecimal(colour) for name, colour in NAME_COLOURS.items()}}
+    """For a page: colours by kind of action and by name of the account, and what kinds are called."""
+    return {
+        "kinds": {kind.name: hexadecimal(colour) for kind, colour in COLOURS.items()},
+        "names": {name: hexadecimal(colour) for name, colour in NAME_COLOURS.items()},
+        "words": {kind.name: word for kind, word in WORDS.items()},
+    }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 
 PLUGIN = "pipeline"  # of whom the series are: the tab's name in tensorboard's addresses
 ALL_OF_THE_FIRST = 32  # traced steps; then half of as many again, then a quarter of as many again ...
@@ -26,7 +27,11 @@ def packed(document: str) -> bytes:
 
 
 def unpacked(content: bytes) -> str:
-    return gzip.decompress(content).decode()
+    """The document again; ValueError where the bytes are none."""
+    try:
+        return gzip.decompress(content).decode()
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"not a packed document: {error}") from error
 
 
 def about(seconds: float, bubble: float) -> bytes:
