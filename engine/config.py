@@ -59,6 +59,7 @@ AT_LEAST: dict[str, float] = {
     "trace.every": 1,
     "threads_per_worker": 1,
     "allreduce.bucket_bytes": 1,
+    "allreduce.group_size": 1,
     "seed": 0,
 }
 ABOVE_ZERO = ("train.clip_norm", "timeout_s", "plan.memory_limit")

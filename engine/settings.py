@@ -25,6 +25,7 @@ class DataParallel:
 class AllReduce:
     name: str = "ring"
     bucket_bytes: int = 25 * 2**20
+    group_size: int | None = None  # of hierarchical: replicas per host; null: as the launcher's hosts hold them
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,12 @@ from torch import Tensor
 from workers import RUNS, over_threads
 
 from engine.collectives import COLLECTIVES, Collective, Hierarchical, ReduceOp, peers
+from engine.collectives.auto import CANDIDATES, Auto
+from engine.collectives.costs import ALGORITHMS, Link, cheapest
 from engine.collectives.shapes import Node, binomial, double_binary, flat
 from engine.runtime.transport import Transport
 
-OURS = [name for name in COLLECTIVES if name != "native"]
+OURS = [name for name in COLLECTIVES if name not in ("native", "auto")]
 SIZES = range(1, 9)
 worlds = st.integers(1, 8)
 
@@ -41,7 +43,8 @@ def reduced(
         sent = collective.bytes_sent, collective.messages_sent
         collective.all_reduce(second, op)
         assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
-        assert (collective.bytes_sent, collective.messages_sent) == (2 * sent[0], 2 * sent[1])
+        if kind is not Auto:  # it measures before its first
+            assert (collective.bytes_sent, collective.messages_sent) == (2 * sent[0], 2 * sent[1])
         return first, *sent
 
     return run(world, main)
@@ -251,3 +254,44 @@ def test_an_inner_node_of_one_binary_tree_is_a_leaf_of_the_other(size: int) -> N
     for a, b in zip(first, second, strict=True):
         assert not (a.children and b.children)
         assert max(len(a.children), len(b.children)) <= 2
+
+
+# -- auto ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_auto_measures_once_and_all_members_choose_alike(run: Any, world: int) -> None:
+    sizes = (1, 10_000, 300_000)
+
+    def main(transport: Transport) -> tuple[Link, list[str]]:
+        collective = joined(transport, Auto)
+        assert isinstance(collective, Auto)
+        for size in sizes:
+            tensor = torch.full((size,), float(transport.rank))
+            collective.all_reduce(tensor)
+            assert (tensor == sum(range(world))).all()
+        link = collective.link
+        assert link is not None
+        chosen, sent = [collective.choice(4 * size) for size in sizes], collective.bytes_sent
+        collective.all_reduce(torch.zeros(1))
+        assert collective.link is link
+        assert collective.bytes_sent - sent <= 4 * 4  # nothing was measured again
+        return link, chosen
+
+    results = run(world, main)
+    assert all(result == results[0] for result in results)
+    link, chosen = results[0]
+    assert min(link.alpha, link.gamma) > 0
+    assert chosen == [cheapest(CANDIDATES, world, 4 * size, link) for size in sizes]
+
+
+def test_auto_prefers_few_messages_for_small_tensors_and_few_bytes_for_large_ones() -> None:
+    link = Link(50e-6, 1e-9, 0.2e-9)
+    for world in (3, 4, 5, 8):
+        small, large = (cheapest(CANDIDATES, world, nbytes, link) for nbytes in (64, 10**8))
+        assert small == "recursive_doubling"
+        assert large == ("ring" if world & (world - 1) else "halving_doubling")
+        terms = {name: ALGORITHMS[name](world) for name in CANDIDATES}
+        assert terms[small].messages == min(t.messages for t in terms.values())
+        assert terms[large].traffic == min(t.traffic for t in terms.values())

@@ -9,12 +9,14 @@
     halving_doubling     the fewest bytes in few steps
     hierarchical         inside hosts first: the fewest bytes between hosts
     native               the backend's own
+    auto                 the cheapest of ours for each size, by what the links are measured to cost
 
 The primitives take torch.distributed's arguments in its order, and a `Group`.
 """
 
 from __future__ import annotations
 
+from engine.collectives.auto import Auto
 from engine.collectives.base import Collective
 from engine.collectives.double_binary_tree import DoubleBinaryTree
 from engine.collectives.double_ring import DoubleRing
@@ -49,6 +51,7 @@ COLLECTIVES: dict[str, type[Collective]] = {
     "halving_doubling": HalvingDoubling,
     "hierarchical": Hierarchical,
     "native": Native,
+    "auto": Auto,
 }
 
 __all__ = [

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.collectives import COLLECTIVES, Collective
+from engine.collectives import Collective
 from engine.job import Job
 from engine.plan.lowering import channels
+from engine.runtime.reduction import collective_of
 from engine.runtime.seeds import building
 from engine.runtime.stage import Stage, StageLayer
 from engine.runtime.transport import Edge, Transport
@@ -91,8 +92,8 @@ class Wiring:
         self.replica, self.rank = divmod(me, job.ranks)
         owners = {s: job.placement.ranks_of(s) for s in range(job.placement.stages)}
         groups = {s: [r * job.ranks + o for r in range(job.replicas) for o in own] for s, own in owners.items()}
-        kind = COLLECTIVES[job.settings.allreduce.name]
-        transport.open(self._edges(job) + [e for s, m in groups.items() for e in kind.edges(m, f"reduce{s}")])
+        kinds = {s: collective_of(job.settings, members) for s, members in groups.items()}
+        transport.open(self._edges(job) + [e for s, m in groups.items() for e in kinds[s].edges(m, f"reduce{s}")])
         self._pipeline = [self.replica * job.ranks + r for r in range(job.ranks)]
         self._last = groups[job.placement.stages - 1]
         for replica in range(job.replicas):
@@ -100,10 +101,10 @@ class Wiring:
         self._group(self._last, "counts")
         self.reduction: dict[int, Collective] = {}
         for s, members in groups.items():
-            if kind.backend_group:
+            if kinds[s].backend_group:
                 self._group(members, f"reduce{s}")
             if self.rank in owners[s]:
-                self.reduction[s] = kind(transport, members, f"reduce{s}")
+                self.reduction[s] = kinds[s](transport, members, f"reduce{s}")
 
     def _group(self, members: list[int], label: str) -> None:
         if len(members) > 1 and self._transport.rank in members:

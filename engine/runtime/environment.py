@@ -25,3 +25,8 @@ def one_host() -> bool:
 def cores() -> int:
     """Processor cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def ranks_per_host(world: int) -> int:
+    """How many of the run's ranks are on each host, as the launcher says; all of them where there is none."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if joined() else world

@@ -30,6 +30,7 @@ from engine.runtime.inspect import FakeModel
 from engine.runtime.losses import Loss, make_loss
 from engine.runtime.microbatch import Batches, passes, sizes
 from engine.runtime.overlap import make_overlap
+from engine.runtime.reduction import grouped
 from engine.runtime.source import dataset, pair
 from engine.settings import Settings
 from engine.targets import build, locate, prepare_import_path
@@ -38,7 +39,7 @@ from engine.targets import build, locate, prepare_import_path
 def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
     """The job that `settings` describe. Raises ValueError for every mistake found; starts nothing."""
     prepare_import_path(start_dir)
-    settings = replace(settings, device=resolve_device(settings))
+    settings = grouped(replace(settings, device=resolve_device(settings)))
     compute = compute_program(settings, settings.pipeline.microbatches)
     verify(compute, SCHEDULES[compute.name].ascending)
     settings = replace(settings, model=sized_model(settings.model, compute.placement))

@@ -1,0 +1,125 @@
+"""What an all-reduce costs: seconds = messages α + traffic nβ + work nγ, with the three numbers of each algorithm.
+
+    α   seconds per message              n   bytes of the tensor
+    β   seconds per byte on a link       N   ranks; links carry both directions at once
+    γ   seconds per byte combined
+
+The forms are those of Thakur, Rabenseifner & Gropp (2005, IJHPCA 19(1)); the textbook example of 160 MB over links of
+16 GB/s is `EXAMPLE`. Pure: neither torch nor a run is needed to compare algorithms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from engine.collectives.shapes import double_binary
+
+
+class Link(NamedTuple):
+    """α in seconds, β and γ in seconds per byte."""
+
+    alpha: float
+    beta: float
+    gamma: float
+
+
+class Terms(NamedTuple):
+    """How often each of α, nβ and nγ is paid on the longest path."""
+
+    messages: float
+    traffic: float
+    work: float
+
+    def seconds(self, nbytes: float, link: Link) -> float:
+        return self.messages * link.alpha + nbytes * (self.traffic * link.beta + self.work * link.gamma)
+
+
+def levels(size: int) -> int:
+    """ceil(log2 N)."""
+    return (size - 1).bit_length()
+
+
+def ring(size: int) -> Terms:
+    return Terms(2 * (size - 1), 2 * (size - 1) / size, (size - 1) / size)
+
+
+def double_ring(size: int) -> Terms:
+    """Both directions of a link carry half each; with two members one ring already does that."""
+    return Terms(2 * (size - 1), (size - 1) / size, (size - 1) / size) if size > 2 else ring(size)
+
+
+def tree(size: int) -> Terms:
+    return Terms(2 * levels(size), 2 * levels(size), levels(size))
+
+
+def double_binary_tree(size: int) -> Terms:
+    """Pieces follow each other, so what counts is the busiest rank's own traffic."""
+    both = list(zip(*double_binary(size), strict=True))
+    traffic = max(sum(len(node.children) + (node.parent is not None) for node in nodes) for nodes in both) / 2
+    work = max(sum(len(node.children) for node in nodes) for nodes in both) / 2
+    return Terms(2 * levels(size), traffic, work)
+
+
+def reduce_broadcast(size: int) -> Terms:
+    """The root takes one after the other."""
+    return Terms(2 * (size - 1), 2 * (size - 1), size - 1)
+
+
+def recursive_doubling(size: int) -> Terms:
+    steps = size.bit_length() - 1
+    return _with_extra(size, Terms(steps, steps, steps))
+
+
+def halving_doubling(size: int) -> Terms:
+    core = 1 << (size.bit_length() - 1)
+    return _with_extra(size, Terms(2 * (size.bit_length() - 1), 2 * (core - 1) / core, (core - 1) / core))
+
+
+def _with_extra(size: int, core: Terms) -> Terms:
+    """Other numbers than powers of two: who stays out hands its part over first, and gets the result back."""
+    return Terms(core.messages + 2, core.traffic + 2, core.work + 1) if size & (size - 1) else core
+
+
+def hierarchical(group_size: int, hosts: int) -> tuple[Terms, Terms]:
+    """(inside a host, between hosts): their links differ."""
+    inside, between = ring(group_size), ring(hosts)
+    return inside, Terms(between.messages, between.traffic / group_size, between.work / group_size)
+
+
+def parameter_server(workers: int) -> Terms:
+    """A server of its own takes gradients from one worker after the other, and sends parameters back likewise."""
+    return Terms(2 * workers, 2 * workers, workers)
+
+
+def sharded_parameter_server(size: int) -> Terms:
+    """A shard on every worker: all take and give at once, each (N-1)/N in both halves."""
+    return Terms(2, 2 * (size - 1) / size, (size - 1) / size)
+
+
+ALGORITHMS: Mapping[str, Callable[[int], Terms]] = {
+    "ring": ring,
+    "double_ring": double_ring,
+    "tree": tree,
+    "double_binary_tree": double_binary_tree,
+    "reduce_broadcast": reduce_broadcast,
+    "recursive_doubling": recursive_doubling,
+    "halving_doubling": halving_doubling,
+}
+
+EXAMPLE_BYTES, EXAMPLE_RANKS, EXAMPLE_LINK = 160e6, 4, Link(0.0, 1 / 16e9, 0.0)
+EXAMPLE: Mapping[str, Terms] = {
+    "one GPU as server": reduce_broadcast(EXAMPLE_RANKS),
+    "the host as server": parameter_server(EXAMPLE_RANKS),
+    "a shard on every GPU": sharded_parameter_server(EXAMPLE_RANKS),
+}
+
+
+def example_seconds() -> dict[str, float]:
+    """The example's three ways of summing 160 MB of gradients on four GPUs: 60, 80 and 15 ms."""
+    return {way: terms.seconds(EXAMPLE_BYTES, EXAMPLE_LINK) for way, terms in EXAMPLE.items()}
+
+
+def cheapest(names: Mapping[str, object], size: int, nbytes: float, link: Link) -> str:
+    """The one of `names` that costs least; of equals the first."""
+    return min(names, key=lambda name: ALGORITHMS[name](size).seconds(nbytes, link))

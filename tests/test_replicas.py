@@ -1,0 +1,70 @@
+"""Law 1 with each all-reduce: replicas equal one plain process, and each other to the last bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from harness import plain, run_threads, settings
+from test_parity import close, equal
+from torch import Tensor
+
+from engine.collectives import COLLECTIVES
+from engine.runtime.prepare import prepare
+from engine.runtime.reduction import collective_of, grouped
+from engine.settings import AllReduce, Settings
+
+Expected = tuple[int, tuple[dict[str, Tensor], list[float]]]  # replicas, state and losses of one plain process
+
+
+def base(replicas: int) -> Settings:
+    """Uneven shares, small buckets: several reductions per step of different sizes."""
+    return settings("1f1b", 2, 2, replicas, global_batch_size=19, clip_norm=0.05, steps=2)
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4], ids=lambda replicas: f"R={replicas}")
+def expected(request: pytest.FixtureRequest) -> Expected:
+    return request.param, plain(base(request.param), microbatched=True)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_training_equals_one_process_with_each_all_reduce(name: str, expected: Expected) -> None:
+    replicas, (state, losses) = expected
+    ran = run_threads(replace(base(replicas), allreduce=AllReduce(name, bucket_bytes=300)))
+    close(ran.state(), state)
+    assert ran.losses() == pytest.approx(losses, rel=1e-9)
+    for other in range(1, replicas):
+        assert equal(ran.state(0), ran.state(other))
+
+
+def test_hierarchical_groups_are_configurable() -> None:
+    state, _ = plain(base(4), microbatched=True)
+    ran = run_threads(replace(base(4), allreduce=AllReduce("hierarchical", 300, group_size=2)))
+    close(ran.state(), state)
+    assert equal(ran.state(0), ran.state(3))
+    wanted = replace(base(4), allreduce=AllReduce("hierarchical", 300, group_size=3))
+    with pytest.raises(
+        ValueError, match=r"groups of 3 replicas, but there are 4.*allreduce\.group_size that divides 4"
+    ):
+        prepare(wanted, ".", ".")
+
+
+@pytest.mark.parametrize(
+    ("per_host", "ranks", "replicas", "size"),
+    [(8, 2, 4, 4), (4, 2, 4, 2), (2, 2, 4, 1), (1, 2, 4, 1), (6, 2, 4, 1), (3, 2, 6, 1), (4, 1, 8, 4), (4, 8, 4, 1)],
+)
+def test_hosts_are_what_the_launcher_says(
+    monkeypatch: pytest.MonkeyPatch, per_host: int, ranks: int, replicas: int, size: int
+) -> None:
+    for key, value in {"RANK": 0, "WORLD_SIZE": ranks * replicas, "MASTER_ADDR": "x", "MASTER_PORT": 1,
+                       "LOCAL_WORLD_SIZE": per_host}.items():  # fmt: skip
+        monkeypatch.setenv(key, str(value))
+    wanted = settings(ranks=ranks, replicas=replicas, allreduce=AllReduce("hierarchical"))
+    assert grouped(wanted).allreduce.group_size == size
+    kind = collective_of(grouped(wanted), range(2 * replicas))  # two copies of a stage per replica
+    assert kind.group_size == 2 * size
+
+
+def test_without_a_launcher_all_replicas_are_on_one_host() -> None:
+    assert grouped(settings(replicas=4, allreduce=AllReduce("hierarchical"))).allreduce.group_size == 4
+    assert grouped(settings(replicas=4)).allreduce == AllReduce()
