@@ -140,30 +140,31 @@ class Progress(NamedTuple):
 
 
 def progress(
-    flat: Flat, waits: Dependencies, duration: npt.NDArray[np.float64], delay: npt.NDArray[np.float64]
+    offsets: Row, neighbour: Row, duration: npt.NDArray[np.float64], delay: npt.NDArray[np.float64]
 ) -> Progress:
-    """Execute the program on paper: each action as early as its row and its neighbour allow.
+    """Execute rows on paper: each action as early as the one before it in its row and its neighbour allow.
 
-    `duration`: how long each action takes; `delay`: what a message takes on its way to the action: shape [n] each.
+    Row r holds the actions offsets[r] .. offsets[r+1]-1. `neighbour`: the action of another row that each one waits
+    for, or -1; `duration`: how long it takes; `delay`: what its neighbour's message takes on its way: shape [n] each.
     One visit per action and one per wait, so linear in the number of actions. (`own` and `posted` need no look here:
     they lie in the same row, and verification has seen that they come first.)
     """
-    size, offsets = len(flat), flat.offsets.tolist()
-    neighbour, lasts, delays = waits.neighbour.tolist(), duration.tolist(), delay.tolist()
+    size, bounds = len(neighbour), offsets.tolist()
+    sources, lasts, delays = neighbour.tolist(), duration.tolist(), delay.tolist()
     start, end = [-1.0] * size, [-1.0] * size
-    heads, clocks = offsets[:-1], [0.0] * flat.program.ranks
-    sleepers: dict[int, int] = {}  # action -> the rank that waits for it
-    ready = list(range(flat.program.ranks))
+    heads, clocks = bounds[:-1], [0.0] * (len(bounds) - 1)
+    sleepers: dict[int, list[int]] = {}  # action -> the rows that wait for it
+    ready = list(range(len(heads)))
     while ready:
         rank = ready.pop()
-        clock, last = clocks[rank], offsets[rank + 1]
+        clock, last = clocks[rank], bounds[rank + 1]
         at = heads[rank]
         while at < last:
-            source = neighbour[at]
+            source = sources[at]
             if source >= 0:
                 arrival = end[source]
                 if arrival < 0:
-                    sleepers[source] = rank
+                    sleepers.setdefault(source, []).append(rank)
                     break
                 arrival += delays[at]
                 if arrival > clock:
@@ -172,7 +173,7 @@ def progress(
             clock += lasts[at]
             end[at] = clock
             if at in sleepers:
-                ready.append(sleepers.pop(at))
+                ready += sleepers.pop(at)
             at += 1
         heads[rank], clocks[rank] = at, clock
     return Progress(np.array(start), np.array(end), np.array(heads, dtype=np.int64))

@@ -93,7 +93,7 @@ def simulate(program: Program, costs: Costs) -> Timeline:
         )
     shape = (len(COMPUTE), program.stages, program.microbatches)
     duration = np.broadcast_to(costs.duration, shape)[flat.op, flat.stage, flat.microbatch].astype(np.float64)
-    done = progress(flat, waits, duration, _delays(flat, waits.neighbour, costs.transfer))
+    done = progress(flat.offsets, waits.neighbour, duration, _delays(flat, waits.neighbour, costs.transfer))
     if (done.heads < flat.offsets[1:]).any():
         raise ValueError(f"program {program.name} cannot run to its end; verify() says why")
     makespan = float(done.end.max(initial=0.0))

@@ -167,7 +167,7 @@ def _channels(flat: Flat) -> None:
 
 def _progress(flat: Flat, waits: Dependencies) -> None:
     """Every rank reaches the end of its row; else some ranks wait for each other in a circle, and it is shown."""
-    heads = progress(flat, waits, np.ones(len(flat)), np.zeros(len(flat))).heads
+    heads = progress(flat.offsets, waits.neighbour, np.ones(len(flat)), np.zeros(len(flat))).heads
     stuck = np.flatnonzero(heads < flat.offsets[1:])
     if not len(stuck):
         return

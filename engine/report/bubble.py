@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
-from engine.report.messages import MESSAGE_WAITS, sends_of
+from engine.report.messages import MESSAGE_WAITS, inside, sends_of
 
 Ints = npt.NDArray[np.int64]
 
@@ -118,7 +118,7 @@ def _claims(timeline: Timeline, ranks: int) -> _Claims:
     waits = np.flatnonzero(np.isin(timeline.kind, MESSAGE_WAITS))
     send = sends_of(timeline, ranks, MESSAGE_WAITS)[waits]
     issued = np.where(send >= 0, timeline.start[send], end[waits])  # no send was seen: not issued while it waited
-    load, wait = _inside(rank, start, end, np.flatnonzero(named == _DATA), waits)
+    load, wait = inside(rank, start, end, np.flatnonzero(named == _DATA), waits)
     np.maximum.at(start, load, np.clip(issued[wait], start[load], end[load]))
     classed = named != _NONE
     by_kind = _Pieces(rank[classed], named[classed], start[classed], end[classed])
@@ -133,14 +133,6 @@ def _bounds(timeline: Timeline) -> tuple[Ints, Ints]:
     """When each rank's window begins and ends."""
     windows = timeline.windows.astype(np.int64)
     return windows[:, 0], np.maximum(windows[:, 0], windows[:, 1])
-
-
-def _inside(rank: Ints, start: Ints, end: Ints, inner: Ints, outer: Ints) -> tuple[Ints, Ints]:
-    """Which spans lie within which on the same rank: pairs (index of a span, position in `outer`)."""
-    a, b = inner[:, None], outer[None, :]
-    found = (rank[a] == rank[b]) & (start[b] <= start[a]) & (end[a] <= end[b])
-    pairs = np.nonzero(found)
-    return inner[pairs[0]], pairs[1]
 
 
 def _compute_range(rank: Ints, start: Ints, end: Ints, windows: Ints) -> tuple[Ints, Ints]:
