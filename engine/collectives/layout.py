@@ -1,15 +1,16 @@
 """How gradients are laid out in flat buckets: a fixed function of the parameter list, equal on every replica.
 
-    bucket    [ presence flags | pad | gradient 0 | pad | gradient 1 | ... ]      one dtype, one device
+    bucket    [ marks | presence flags | pad | gradient 0 | pad | gradient 1 | ... ]      one dtype, one device
+              └──────────── head ──────────┘
 
 A flag is one element of the bucket's own dtype: 1 where this replica has the gradient, else 0. Their sum tells whether
 any replica has it; adding ones never returns to zero in any floating dtype, so the flags can ride with the data.
+Marks are further elements for whoever needs them (see `buckets`); the engine's own reducers have none.
 Every view starts at a multiple of 64 bytes, because the kernels that read it may depend on that in the last digits.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,10 +23,12 @@ Named = tuple[str, nn.Parameter]
 
 @dataclass
 class Bucket:
-    """Parameters of one dtype and device, in registration order. `offsets` in elements."""
+    """Parameters of one dtype and device, in the order in which they were given. All numbers are in elements."""
 
+    marks: int = 0
     named: list[Named] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
+    head: int = 0
     elements: int = 0
 
     @property
@@ -34,13 +37,13 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """What the collective is given: flags, gradients and padding."""
+        """What the collective is given: marks, flags, gradients and padding."""
         return self.elements * self.first.element_size()
 
     def place(self) -> None:
         """Fix the offsets; called once, when the bucket is complete."""
         size = self.first.element_size()
-        end = aligned(len(self.named), size)
+        end = self.head = aligned(self.marks + len(self.named), size)
         for _, parameter in self.named:
             self.offsets.append(end)
             end = aligned(end + parameter.numel(), size)
@@ -60,15 +63,15 @@ def aligned(elements: int, size: int) -> int:
     return -(-elements // per_line) * per_line
 
 
-def cut(named: Sequence[Named], bucket_bytes: int) -> list[Bucket]:
-    """Fill buckets in registration order, each up to `bucket_bytes` of gradients; a larger gradient gets its own."""
+def cut(named: Sequence[Named], bucket_bytes: int, marks: int = 0) -> list[Bucket]:
+    """Fill buckets in the order given, each up to `bucket_bytes` of gradients; a larger gradient gets its own."""
     buckets: list[Bucket] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[Bucket, int]] = {}
     for name, parameter in named:
         key = parameter.dtype, parameter.device
         bucket, filled = filling.get(key, (None, 0))
         if bucket is None or filled + parameter.nbytes > bucket_bytes:
-            bucket, filled = Bucket(), 0
+            bucket, filled = Bucket(marks), 0
             buckets.append(bucket)
         bucket.named.append((name, parameter))
         filling[key] = bucket, filled + parameter.nbytes
@@ -77,19 +80,10 @@ def cut(named: Sequence[Named], bucket_bytes: int) -> list[Bucket]:
     return buckets
 
 
-def fingerprints(buckets: Sequence[Bucket]) -> list[tuple[int, str]]:
-    """For each parameter, in wire order: a 63-bit digest of everything that must agree, and the words behind it."""
-    found = []
-    for number, bucket in enumerate(buckets):
-        for (name, p), offset in zip(bucket.named, bucket.offsets, strict=True):
-            words = f"{name} {tuple(p.shape)} {p.dtype} strides {_dense_strides(p)}, bucket {number} at {offset}"
-            found.append((digest(words), words))
-    return found
-
-
-def digest(text: str) -> int:
-    """63 bits that are the same in every process (Python's own hash is not)."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+def fingerprints(named: Sequence[Named], bucket_bytes: int) -> list[str]:
+    """For each parameter everything that the layout follows from, in words."""
+    size = f"in buckets of {bucket_bytes} bytes"
+    return [f"{name} {tuple(p.shape)} {p.dtype} strides {_dense_strides(p)}, {size}" for name, p in named]
 
 
 def _dense_strides(parameter: Tensor) -> tuple[int, ...]:

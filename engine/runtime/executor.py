@@ -8,7 +8,9 @@
                    ▼ wait
                    B, I ──── input gradients ─────► SEND_B
                    W: the weight gradients that I has left
-    REDUCE: start the replicas' reduction of a stage, in the background          STEP: wait for it, clip, update
+    REDUCE: what is left of a stage's reduction starts, in the background        STEP: wait for it, clip, update
+
+Before the last B or W of a stage `closing` is called: from then on gradients that are complete may be reduced.
 
 An overlapped pair, F of one micro-batch and B or I of another, runs by the model's own function once both of their
 messages are there; without such a function one after the other. What they send leaves behind the pair in any case.
@@ -44,14 +46,18 @@ class Row(NamedTuple):
 
     units: Sequence[Unit]
     halves: frozenset[tuple[int, int]]  # (stage, micro-batch) whose backward is I and W
+    closing: frozenset[tuple[int, int]]  # the same of the last B or W of each stage that is reduced
     placement: Placement  # which way a micro-batch goes depends on how many there are
 
 
 def row_of(program: Program, rank: int) -> Row:
     actions = program.actions(rank)
     units = [(action, next(actions)) if action.fused else (action,) for action in actions]
-    halves = frozenset((a.stage, a.microbatch) for unit in units for a in unit if a.op is Op.I)
-    return Row(units, halves, program.placement)
+    flat = [action for unit in units for action in unit]
+    halves = frozenset((a.stage, a.microbatch) for a in flat if a.op is Op.I)
+    last = {a.stage: a.microbatch for a in flat if a.op in (Op.B, Op.W)}
+    closing = frozenset((a.stage, last[a.stage]) for a in flat if a.op is Op.REDUCE and a.stage in last)
+    return Row(units, halves, closing, program.placement)
 
 
 @dataclass
@@ -87,6 +93,7 @@ class Executor:
         specs: Callable[[str, int], Sequence[MessageSpec]],
         reduce: Callable[[int], None],
         step: Callable[[], None],
+        closing: Callable[[Kind, int, int], None],
         overlap: Overlap | None = None,
     ) -> None:
         self.rank = rank
@@ -96,10 +103,11 @@ class Executor:
         self.peak_in_flight = 0
         self.peak_bytes = 0
         self.when_idle: Callable[[], None] | None = None  # done once, when the rank next waits for a message
-        self._specs, self._overlap = specs, overlap
+        self._specs, self._close, self._overlap = specs, closing, overlap
         self._messages: dict[tuple[str, int, int], Message] = {}
         self._feed: Feed
         self._halves: frozenset[tuple[int, int]]
+        self._closing: frozenset[tuple[int, int]]
         self._placement: Placement
         self._posted: dict[tuple[Op, int, int], Pending] = {}
         self._handed: dict[tuple[Op, int, int], list[Tensor | None]] = {}
@@ -119,7 +127,7 @@ class Executor:
 
     def run(self, row: Row, feed: Feed) -> None:
         """Execute one row. In evaluation (no graph is kept) the row holds forwards only."""
-        self._feed, self._halves, self._placement = feed, row.halves, row.placement
+        self._feed, self._halves, self._closing, self._placement = feed, row.halves, row.closing, row.placement
         self._position = here()
         with torch.set_grad_enabled(feed.training):
             for unit in row.units:
@@ -215,6 +223,8 @@ class Executor:
         self, kind: Kind, stage: int, microbatch: int, gradients: list[Tensor | None] | None, count: float | None
     ) -> int:
         """The backward itself."""
+        if kind is Kind.B and (stage, microbatch) in self._closing:
+            self._close(kind, stage, microbatch)
         start = self.tracer.mark()
         run = self.stages[stage].backward if kind is Kind.B else self.stages[stage].backward_input
         box = run(microbatch, gradients, count)
@@ -226,6 +236,8 @@ class Executor:
         return span
 
     def _weights(self, stage: int, microbatch: int) -> int:
+        if (stage, microbatch) in self._closing:
+            self._close(Kind.W, stage, microbatch)
         start = self.tracer.mark()
         self.stages[stage].backward_weight(microbatch)
         return self.tracer.add(Kind.W, stage, microbatch, start, self.tracer.mark())

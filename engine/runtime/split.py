@@ -86,6 +86,11 @@ class Later:
         self._entries.append(_Entry(work, tuple(tensors), tuple(parameters)))
 
     @property
+    def parameters(self) -> set[Tensor]:
+        """Whose gradients W will add."""
+        return {parameter for entry in self._entries for parameter in entry.parameters}
+
+    @property
     def nbytes(self) -> int:
         """Bytes that are held until W."""
         return storage_bytes(t for entry in self._entries for t in entry.tensors)

@@ -178,6 +178,10 @@ class Stage:
         later, _ = self._later.pop(microbatch)
         later.run()
 
+    def waiting(self, microbatch: int) -> set[Tensor]:
+        """The parameters whose gradients `backward_weight` will add."""
+        return self._later[microbatch][0].parameters
+
     def held(self, microbatch: int) -> int:
         """Bytes that autograd keeps for one micro-batch in flight."""
         return self._live[microbatch].nbytes

@@ -16,6 +16,8 @@ import torch
 
 from engine.collectives.background import ReduceThread
 from engine.collectives.buckets import Reducer
+from engine.collectives.order import Order
+from engine.collectives.watch import Watch
 from engine.job import Job, MessageSpec
 from engine.plan.timeline import Kind
 from engine.records import encode
@@ -64,11 +66,12 @@ class Worker:
         self.norms = norms_of(job, self.stages, self.wiring, self.device)
         self.reduce_thread = ReduceThread()
         self.reducers = self._reducers() if job.reduces else {}
+        self.watches = [Watch([p for _, p in reducer.named], reducer.seen) for reducer in self.reducers.values()]
         self.loss = make_loss(settings.model.get("loss") or {})
         self.tracer = tracer_for(self.device)
         self.links = Links(transport, self.replica * job.ranks, self.device)
         self.executor = Executor(
-            self.rank, self.stages, self.links, self.tracer, self._specs, self._reduce, self._step,
+            self.rank, self.stages, self.links, self.tracer, self._specs, self._reduce, self._step, self._closing,
             make_overlap(settings.model.get("overlap")),
         )  # fmt: skip
         self.shares = Shares(job, rank, self.device, self.tracer, self._legal)
@@ -79,12 +82,12 @@ class Worker:
         self._local_norm = 0.0
 
     def _reducers(self) -> dict[int, Reducer]:
-        nbytes, collectives, thread = (
-            self.job.settings.allreduce.bucket_bytes,
-            self.wiring.reduction,
-            self.reduce_thread,
-        )
-        return {s: Reducer(st.named_parameters(), collectives[s], nbytes, thread) for s, st in self.stages.items()}
+        """In the order of their REDUCE actions: the last stage first."""
+        nbytes, order = self.job.settings.allreduce.bucket_bytes, Order()
+        return {
+            s: Reducer(self.stages[s].named_parameters(), self.wiring.reduction[s], nbytes, self.reduce_thread, order)
+            for s in sorted(self.stages, reverse=True)
+        }
 
     def run(self) -> None:
         """All steps, and the evaluations between and after them."""
@@ -95,6 +98,8 @@ class Worker:
         finally:
             self._flush()
         self.links.limit(0)
+        for watch in self.watches:
+            watch.close()
         self.reduce_thread.close()
         self.post(encode("done", {"rank": self.world_rank}))
 
@@ -179,6 +184,16 @@ class Worker:
     def _reduce_bytes(self) -> int:
         return sum(reducer.bytes_sent for reducer in self.reducers.values())
 
+    def _closing(self, kind: Kind, stage: int, microbatch: int) -> None:
+        """The last backward of a stage is next: a bucket of its gradients is reduced as soon as they are there."""
+        reducer = self.reducers[stage]
+        reducer.expect()
+        if kind is Kind.W:  # what does not wait for it is there
+            waiting = self.stages[stage].waiting(microbatch)
+            for number, (_, parameter) in enumerate(reducer.named):
+                if parameter not in waiting:
+                    reducer.seen(number)
+
     def _reduce(self, stage: int) -> None:
         self.reducers[stage].launch()
 
@@ -189,7 +204,8 @@ class Worker:
             start = mark()
             reducer.wait()
             add(Kind.WAIT_REDUCE, stage, -1, start, mark())
-            self.tracer.add_host(Kind.REDUCE, stage, -1, *reducer.last_span)
+            for span in reducer.spans:
+                self.tracer.add_host(Kind.REDUCE, stage, -1, *span)
         norm = None
         if self.update.clip_norm is not None:
             start = mark()

@@ -1,0 +1,82 @@
+"""How one bucket is combined over the members: as a plain sum, or as a mean over those that take part.
+
+    Sum     one all-reduce of the whole bucket
+    Mean    the same, then divided by how many members took part; or, compressed, two: the head, then the gradients
+            in half precision (see `compression`)
+
+Both leave the same bits on every member.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.collectives.base import Collective
+from engine.collectives.compression import Compression, Feedback, scale_for
+from engine.collectives.layout import Bucket
+
+
+class Combine(Protocol):
+    """`marks`: how many leading elements of each bucket are the combiner's own."""
+
+    marks: int
+
+    def __call__(self, number: int, bucket: Bucket, flat: Tensor) -> None:
+        """Combine `flat`, bucket `number`, in place."""
+
+
+class Sum:
+    """The sum over all members."""
+
+    marks = 0
+
+    def __init__(self, collective: Collective) -> None:
+        self._collective = collective
+
+    def __call__(self, number: int, bucket: Bucket, flat: Tensor) -> None:
+        self._collective.all_reduce(flat)
+
+
+class Mean:
+    """The mean (or, with `average=False`, the sum) over the members that take part.
+
+        marks    [ 1 where member i takes part | the largest magnitude among member i's gradients ]     i = 0..N-1
+
+    A member without samples sets `takes_part` to False and adds nothing; `present` says which members took part in the
+    last bucket. The magnitudes are there for compression: all members scale by the largest of them.
+    """
+
+    def __init__(self, collective: Collective, compression: Compression, average: bool = True) -> None:
+        self.takes_part = True
+        self.present = [True] * len(collective.members)
+        self._collective, self._compression, self._average = collective, compression, average
+        self.marks = 2 * len(collective.members)
+        self._feedback: dict[int, Feedback] = {}
+
+    def __call__(self, number: int, bucket: Bucket, flat: Tensor) -> None:
+        size, mine = len(self._collective.members), self._collective.position
+        head, data = flat[: bucket.head], flat[bucket.head :]
+        head[: self.marks] = 0
+        head[mine] = float(self.takes_part)
+        wire = self._compression.dtype
+        if wire is None or not data.is_floating_point() or data.element_size() <= wire.itemsize:
+            self._collective.all_reduce(flat)
+        else:
+            feedback = self._feedback.setdefault(number, Feedback(data, wire))
+            if self.takes_part:
+                feedback.add_to(data)
+            head[size + mine] = data.abs().max() if data.numel() else 0
+            self._collective.all_reduce(head)
+            self._half(feedback, data, scale_for(float(head[size : 2 * size].max()), size))
+        self.present = [mark > 0 for mark in head[:size].tolist()]
+        if self._average:
+            data.div_(max(1, sum(self.present)))
+
+    def _half(self, feedback: Feedback, data: Tensor, scale: float | None) -> None:
+        sent = feedback.rounded(data, scale)
+        self._collective.all_reduce(sent)
+        data.copy_(sent)
+        if scale is not None:
+            data.div_(scale)
