@@ -1,4 +1,5 @@
 """scripts/bench [sleep] [tiny] [resnet50] [gpt] [--repeats N] [--json FILE]
+scripts/bench allreduce [--help]
 
 Runs the engine, torch.distributed.pipelining and one plain process in turn, N times over, so that a change of the
 machine's mood meets all of them. A step's time is, on every side, the median period between consecutive step ends of
@@ -8,6 +9,7 @@ the first rank (the whole process) after a warm-up, without barriers. Gloo on lo
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import platform
@@ -22,6 +24,8 @@ import torch
 from benchmarks.cases import GROUPS, Case
 from benchmarks.figures import Run, compare, table
 from benchmarks.sides import ours_command, peer_commands, plain_command, run_ours, run_peer, run_plain
+
+COMMANDS = {"allreduce": "benchmarks.allreduce"}  # benchmarks of their own, each with a `main(arguments)`
 
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
@@ -70,4 +74,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1:2] and sys.argv[1] in COMMANDS:
+        importlib.import_module(COMMANDS[sys.argv[1]]).main(sys.argv[2:])
+    else:
+        main(sys.argv[1:])
