@@ -20,6 +20,7 @@ from engine.report import curves
 from engine.report.board import Board
 from engine.report.bubble import NAMES
 from engine.report.hparams import METRICS, hparams
+from engine.report.series import PLUGIN, tag_of, unpacked
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -53,10 +54,12 @@ def plugin_data(folder: Path, tag: str) -> list[bytes]:
     return [value.metadata.plugin_data.content for value in values if value.tag == tag]
 
 
-def finished(folder: Path, of: recorded.Job | None = None, steps: int = 3, status: str = "completed") -> Path:
+def finished(
+    folder: Path, of: recorded.Job | None = None, steps: int = 3, status: str = "completed", slower: int = 1
+) -> Path:
     folder.mkdir(exist_ok=True)
     record, _ = recorder(of or recorded.job("gpipe", 2, 4), folder)
-    traced_run(record, steps)
+    traced_run(record, steps, slower * recorded.costs(record.job.compute))
     record.finish(status)
     return folder
 
@@ -89,10 +92,7 @@ def test_scalars_have_their_values_at_their_steps(tmp_path: Path) -> None:
     fill = found.Scalars("bubble/rank1/fill")
     assert [e.step for e in fill] == [0, 1, 2]
     assert fill[-1].value == pytest.approx(2 / 31)  # F takes 2 ms; the window 5 x 6 ms and 1 ms of optimizer
-    assert [(e.step, e.value) for e in found.Scalars("bubble/ideal")] == [
-        (0, pytest.approx(0.2)),
-        (2, pytest.approx(0.2)),
-    ]
+    assert [(e.step, e.value) for e in found.Scalars("bubble/ideal")] == [(n, pytest.approx(0.2)) for n in (0, 2)]
     assert [e.value for e in found.Scalars("memory/rank0/peak_in_flight")] == [2, 2, 2]
 
 
@@ -217,6 +217,25 @@ def test_charts_of_one_name_are_the_same_in_all_runs() -> None:
     small, large = (curves.layout(recorded.job("gpipe", ranks, 4)) for ranks in (2, 4))
     for category, charts in small.items():
         assert charts.items() <= large[category].items()
+
+
+def test_documents_of_long_runs_are_bounded_and_the_last_step_is_there(tmp_path: Path) -> None:
+    found = read(finished(tmp_path, recorded.job("gpipe", 1, 1), steps=72, slower=100))
+    steps = [int(tag.removeprefix(tag_of(0)[:-1])) for tag in found.Tags()["tensors"] if tag.startswith(PLUGIN)]
+    assert steps == [*range(32), *range(32, 64, 2), 64, 68, 71]
+    assert [event.step for event in found.Scalars("bubble/predicted")] == steps
+    (last,) = found.Tensors(tag_of(71))
+    document = json.loads(unpacked(last.tensor_proto.string_val[0]))
+    assert last.step == document["step"] == 71
+    about = json.loads(found.summary_metadata[tag_of(71)].plugin_data.content)
+    assert about["seconds"] == pytest.approx(document["time"] * 1e-9)
+
+
+def test_too_large_programs_leave_no_documents_but_bubbles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.report.series.MOST_SPANS", 10)
+    found = read(finished(tmp_path))
+    assert not [tag for tag in found.Tags()["tensors"] if tag.startswith(PLUGIN)]
+    assert [event.step for event in found.Scalars("bubble/predicted")] == [2]
 
 
 def test_no_file_before_something_is_written(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def test_printed_steps_are_on_the_disk_before_the_end(tmp_path: Path, monkeypatc
     record, console = recorder(recorded.job(), tmp_path)
     traced_run(record, 5)
     assert "5/5" in console.getvalue()
-    assert done.count("scalars") == 5 and done[-2:] == ["scalars", "flush"]  # the last step is always printed
+    assert done.count("scalars") >= 5 and done[-2:] == ["scalars", "flush"]  # the last step is always printed
     assert [event.step for event in read(tmp_path).Scalars("train/loss")] == [0, 1, 2, 3, 4]
     record.finish("completed")
     assert len(event_files(tmp_path)) == 1

@@ -1,14 +1,17 @@
-"""The server's side of TensorBoard's tab."""
+"""The server's side of TensorBoard's tab, through the installed command, with and without the fast loader."""
 
 from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import recorded
+from tensorboards import ROOT, Running, awaited, get, steps_of, tensorboard
 
 from engine.report.perfetto import trace_of
 from engine.report.series import packed, tag_of
@@ -18,7 +21,100 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from engine.tab.plugin import PipelinePlugin
 
-PAGE = Path(__file__).parents[1] / "engine" / "tab" / "page"
+PAGE = ROOT / "engine" / "tab" / "page"
+
+
+@pytest.fixture(scope="module", params=["true", "false"])
+def board(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """TensorBoard over two finished runs, one in a folder of its own; its address, and the log directory."""
+    logs, aside = tmp_path_factory.mktemp("logs"), tmp_path_factory.mktemp("aside")
+    Running(logs / "sweep" / "0", recorded.job("1f1b", 2, 4)).step(3).finish()
+    Running(logs / "sweep" / "1", recorded.job("gpipe", 2, 4, replicas=2)).step(2).finish()
+    with tensorboard(logs, aside, f"--load_fast={request.param}") as address:
+        awaited(address, {"sweep/0": [0, 1, 2], "sweep/1": [0, 1]})
+        yield address, logs
+
+
+def data(board: tuple[str, Path], route: str) -> tuple[int, dict[str, str], bytes]:
+    return get(f"{board[0]}/data/plugin/pipeline/{route}")
+
+
+@pytest.mark.process
+def test_the_tab_is_there_and_its_page_is_ours(board: tuple[str, Path]) -> None:
+    listing = json.loads(get(f"{board[0]}/data/plugins_listing")[2])
+    assert listing["pipeline"]["enabled"] and listing["pipeline"]["tab_name"] == "Pipeline"
+    assert listing["custom_scalars"]["enabled"] and listing["hparams"]["enabled"]
+    for path in PAGE.iterdir():
+        status, headers, content = data(board, path.name)
+        assert (status, content) == (200, path.read_bytes())
+        assert headers["Content-Type"].startswith("text/css" if path.suffix == ".css" else "text/javascript")
+
+
+@pytest.mark.process
+def test_runs_and_steps_come_from_event_files_alone(board: tuple[str, Path]) -> None:
+    assert steps_of(board[0]) == {"sweep/0": [0, 1, 2], "sweep/1": [0, 1]}
+    told = json.loads(data(board, "runs")[2])["runs"][0]["steps"][2]
+    document = json.loads(data(board, "step?run=sweep/0&step=2")[2])
+    assert document["schedule"] == "1f1b" and document["step"] == 2
+    compute = [row[0] / sum(row) for row in document["account"]]
+    assert told["bubble"] == pytest.approx(1 - sum(compute) / len(compute), abs=1e-6)
+    assert told["seconds"] == pytest.approx(document["time"] * 1e-9, rel=0.01)
+
+
+@pytest.mark.process
+def test_the_trace_is_the_one_that_the_run_left(board: tuple[str, Path]) -> None:
+    status, headers, content = data(board, "trace?run=sweep/1&step=1")
+    assert status == 200 and headers["Content-Disposition"] == "attachment"
+    assert content.decode() == (board[1] / "sweep" / "1" / "trace.json").read_text()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("route", "status"),
+    [
+        ("step?run=nobody&step=0", 404),
+        ("step?run=sweep/0&step=7", 404),
+        ("step?run=sweep/0&step=x", 400),
+        ("step?run=sweep/0", 400),
+        ("step", 400),
+        ("step?run=../../../../etc&step=0", 404),
+        ("step?run=/etc/passwd&step=0", 404),
+        ("trace?run=nobody&step=0", 404),
+        ("../../../../etc/passwd", 404),
+        ("%2e%2e/%2e%2e/plugin.py", 404),
+        ("../plugin.py", 404),
+        ("plugin.py", 404),
+    ],
+)
+def test_nothing_else_can_be_reached(route: str, status: int, board: tuple[str, Path]) -> None:
+    got, _, content = data(board, route)
+    assert got == status and b"root:" not in content and b"import" not in content
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
+@pytest.mark.parametrize("route", ["index.js", "runs", "step?run=sweep/0&step=0", "trace?run=sweep/0&step=0"])
+def test_nothing_can_be_changed(route: str, method: str, board: tuple[str, Path]) -> None:
+    before = {path: path.stat().st_mtime_ns for path in board[1].rglob("*")}
+    assert get(f"{board[0]}/data/plugin/pipeline/{route}", method)[0] == 405
+    assert {path: path.stat().st_mtime_ns for path in board[1].rglob("*")} == before
+
+
+@pytest.mark.process
+def test_a_run_that_goes_on_gets_its_new_steps(board: tuple[str, Path]) -> None:
+    going_on = Running(board[1] / "late", recorded.job("gpipe", 2, 4)).step(2)
+    before = {"late": [0, 1], "sweep/0": [0, 1, 2], "sweep/1": [0, 1]}
+    try:
+        going_on._record._board.flush()
+        assert awaited(board[0], before) == before
+        going_on.step()
+    finally:
+        going_on.finish()
+    assert awaited(board[0], before | {"late": [0, 1, 2]})["late"] == [0, 1, 2]
+    assert json.loads(data(board, "step?run=late&step=2")[2])["step"] == 2
+
+
+# ---- without a TensorBoard -------------------------------------------------------------------------------------------
 
 
 class Provider:

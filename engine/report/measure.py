@@ -82,7 +82,7 @@ class Measure:
     def __init__(self, job: Job) -> None:
         self._ranks, self._world, self._replicas = job.ranks, job.world, job.replicas
         self._passes = job.settings.train.accumulate
-        self._program = repeated(job.compute, self._passes)
+        self.program = repeated(job.compute, self._passes)
         self._microbatches = job.compute.microbatches
         self._stages = job.placement.stages
         self._sums = _Sums.zero(job.world, self._stages, self._microbatches)
@@ -130,9 +130,9 @@ class Measure:
         costs = sums.duration / np.maximum(1, sums.count) * 1e-9
         equal = sums.duration.sum(axis=(1, 2)) / np.maximum(1, sums.count.sum(axis=(1, 2))) * 1e-9
         simulated = self._simulate(costs)
-        ideal = figures(self._program, self._simulate(np.broadcast_to(equal[:, None, None], costs.shape)))
-        predicted = figures(self._program, simulated)
-        with_transfer = figures(self._program, self._simulate(costs, latency))
+        ideal = figures(self.program, self._simulate(np.broadcast_to(equal[:, None, None], costs.shape)))
+        predicted = figures(self.program, simulated)
+        with_transfer = figures(self.program, self._simulate(costs, latency))
         return Bubbles(
             sums.steps, *means, costs, ideal.bubble_fraction, predicted.bubble_fraction,
             ideal.makespan, predicted.makespan, with_transfer.makespan, simulated,
@@ -141,7 +141,7 @@ class Measure:
     def _simulate(self, costs: Floats, transfer: Floats | None = None) -> Timeline:
         free = np.zeros(self._stages)
         return simulate(
-            self._program, Costs(np.tile(costs, (1, 1, self._passes)), free if transfer is None else transfer)
+            self.program, Costs(np.tile(costs, (1, 1, self._passes)), free if transfer is None else transfer)
         )
 
 

@@ -23,6 +23,7 @@ from engine.records import Record
 from engine.report import curves
 from engine.report.board import Board
 from engine.report.cause import diagnose
+from engine.report.documents import Documents
 from engine.report.draw import Panel, draw
 from engine.report.files import write_bytes, write_json, write_text
 from engine.report.gather import Evaluations, Step, Steps
@@ -58,7 +59,7 @@ class Recorder:
         self._progress = Progress(job, console or sys.stdout, progress)
         self._steps, self._evaluations = Steps(job), Evaluations(job)
         self._totals, self._measure = Totals(job), Measure(job)
-        self._traced: list[int] = []  # the first and the last traced step
+        self._documents = Documents(job, self._board, self._measure)
         self._summary: dict[str, Any] | None = None
 
     def __call__(self, record: Record) -> None:
@@ -108,9 +109,10 @@ class Recorder:
         self._totals.add(step)
         values = curves.of_step(step)
         if step.timeline is not None:
-            values |= curves.of_account(self.job, self._measure.add(step.timeline))
+            account = self._measure.add(step.timeline)
+            values |= curves.of_account(self.job, account)
             self._board.histograms(curves.action_times(step.timeline), step.index)
-            self._traced = [*self._traced[:1], step.index]
+            self._documents.add(step, account)
         self._board.scalars(values, step.index)
         if self._progress.step(step):
             self._board.flush()
@@ -127,8 +129,7 @@ class Recorder:
         write_text(self.folder / "report.txt", report(self.job, summary, bubbles, cause))
         self._board.text("report", report(self.job, summary, bubbles, cause, as_markdown=True), last)
         if bubbles is not None:
-            for index in self._traced:  # constants of the run, from its first traced step to its last
-                self._board.scalars({"bubble/ideal": bubbles.ideal, "bubble/predicted": bubbles.predicted}, index)
+            self._documents.finish()
             self._pictures(bubbles, last)
         if self._measure.last is not None:
             write_trace(self.folder / "trace.json", self._measure.last, self.job.ranks)

@@ -14,6 +14,7 @@ import zlib
 PLUGIN = "pipeline"  # of whom the series are: the tab's name in tensorboard's addresses
 ALL_OF_THE_FIRST = 32  # traced steps; then half of as many again, then a quarter of as many again ...
 MOST_SPANS = 200_000  # of one step: a browser draws that at once
+SHARE = 0.01  # of a run's time that may go into making documents
 SPANS_OF_A_RUN = 4_000_000  # about 50 MB of documents
 
 
@@ -40,20 +41,34 @@ def about(seconds: float, bubble: float) -> bytes:
 
 
 class Thinning:
-    """Chooses among traced steps as they come: all at first, then ever fewer: 16 per doubling of their number."""
+    """Chooses among traced steps as they come: all at first, then ever fewer: 16 per doubling of their number.
+
+    Making a document takes the parent's processor, which its workers need: about as much as `_cost` says. Fewer are
+    chosen where that would be more than SHARE of the time of the steps.
+    """
 
     def __init__(self) -> None:
-        self._seen = self._spans = 0
+        self._seen = self._due = self._spans = 0
+        self._allowed = self._spent = 0.0
 
-    def keeps(self, spans: int) -> bool:
-        """Whether the next traced step, of so many spans, is to be written."""
+    def keeps(self, spans: int, seconds: float) -> bool:
+        """Whether the next traced step, of so many spans and after so many seconds, is to be written."""
         index, self._seen = self._seen, self._seen + 1
-        stride = 1 << (index // ALL_OF_THE_FIRST).bit_length()
-        return index % stride == 0 and self.takes(spans)
+        self._allowed += SHARE * seconds
+        if index < self._due or self._spent > self._allowed or not self.takes(spans):
+            return False
+        self._due = index + (1 << (index // ALL_OF_THE_FIRST).bit_length())
+        return True
 
     def takes(self, spans: int) -> bool:
         """The same whatever came before, but for the size of it all: for the last step of a run."""
         if spans > MOST_SPANS or self._spans + spans > SPANS_OF_A_RUN:
             return False
         self._spans += spans
+        self._spent += _cost(spans)
         return True
+
+
+def _cost(spans: int) -> float:
+    """Seconds that a document takes to be made, measured on a slow processor."""
+    return 1.5e-3 + 8e-6 * spans

@@ -68,6 +68,11 @@ class Page {
     return this.panels.find(({ step }) => step);
   }
 
+  /** The step that a panel's figures are compared with: that of the first, for all below it. */
+  against(panel) {
+    return panel === this.panels[0] ? undefined : this.panels[0].step;
+  }
+
   async start() {
     await this.poll();
     setInterval(() => document.hidden || this.poll(), POLL_MS);

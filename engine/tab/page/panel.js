@@ -122,7 +122,7 @@ export class Panel {
     if (step.uncertainty) facts.push(`clocks within ${ms(step.uncertainty)}`);
     this.part(".facts").textContent = facts.join(" · ");
     const wide = Math.min(560, Math.max(400, this.root.clientWidth * 0.4));
-    this.part(".fall").innerHTML = step.waterfall.length ? waterfall(step, page.theme, wide) : "";
+    this.part(".fall").innerHTML = step.waterfall.length ? waterfall(step, page.theme, wide, page.against(this)) : "";
     this.part(".table").innerHTML = rankTable(step, page.theme);
   }
 

@@ -5,44 +5,7 @@ import { ms, share } from "./words.js";
 const ROW = 26;
 const NAMES = 190; // CSS pixels for the names
 const FIGURES = 82; // for the figures
-
-/** The bars of a step in order; the last line is their sum. */
-export function waterfall({ waterfall: bars, forReplicas }, theme, width) {
-  const total = bars.reduce((sum, { ns }) => sum + ns, 0);
-  const right = width - FIGURES;
-  const height = (bars.length + 1) * ROW + 8;
-  let [reached, least, most] = [0, 0, total];
-  for (const { ns } of bars) {
-    reached += ns;
-    [least, most] = [Math.min(least, reached), Math.max(most, reached)];
-  }
-  const x = (ns) => NAMES + ((ns - least) / Math.max(1, most - least)) * (right - NAMES);
-  const told = ({ name, ns }) => {
-    const waiting = name === "reduce" && forReplicas ? `, of which ${ms(forReplicas)} for slower replicas` : "";
-    return `${name}: ${share(ns, total)} of the step${waiting}`;
-  };
-  const marks = [];
-  let at = 0;
-  bars.forEach((bar, row) => {
-    const { name, ns } = bar;
-    const [words, shade] = BARS[name] ?? [name, "other"];
-    const y = row * ROW + 4;
-    const [from, to] = [x(Math.min(at, at + ns)), x(Math.max(at, at + ns))];
-    const fill = ns < 0 ? theme.kinds.W : theme.names[shade];
-    marks.push(`<g data-bar="${name}"><title>${told(bar)}</title>`);
-    marks.push(`<rect x="0" y="${y - 2}" width="${width}" height="${ROW}" fill="transparent"/>`);
-    marks.push(text(NAMES - 10, y + ROW / 2 - 2, words, "end", theme.ink));
-    marks.push(`<rect x="${from}" y="${y}" width="${Math.max(1, to - from)}" height="${ROW - 8}" fill="${fill}"/>`);
-    marks.push(`<path d="M${x(at + ns)} ${y} v${ROW + 4}" stroke="${theme.quiet}" stroke-dasharray="2 2"/>`);
-    marks.push(text(right + 8, y + ROW / 2 - 2, `${row && ns >= 0 ? "+" : ""}${ms(ns)}`, "start", theme.ink), "</g>");
-    at += ns;
-  });
-  const y = bars.length * ROW + 4;
-  marks.push(text(NAMES - 10, y + ROW / 2 - 2, "measured step", "end", theme.ink, 600));
-  marks.push(`<rect x="${x(0)}" y="${y}" width="${x(total) - x(0)}" height="${ROW - 8}" fill="${theme.quiet}"/>`);
-  marks.push(text(right + 8, y + ROW / 2 - 2, ms(total), "start", theme.ink, 600));
-  return `<svg viewBox="0 0 ${width} ${height}" width="${width}" height="${height}" role="img">${marks.join("")}</svg>`;
-}
+const DIFFERENCES = 84; // for what they differ by from those of another run
 
 /** What a bar says beside its name, and which name of the account it is akin to, for its colour. */
 const BARS = {
@@ -57,7 +20,73 @@ const BARS = {
   rest: ["the rest", "other"],
 };
 
-function text(x, y, said, anchor, fill, weight = 400) {
-  const how = `text-anchor="${anchor}" dominant-baseline="central" font-size="12" font-weight="${weight}"`;
-  return `<text x="${x}" y="${y}" fill="${fill}" ${how}>${said}</text>`;
+/** The bars of a step in order, and their sum. `against`: the step of the run above, where there is one. */
+export function waterfall(step, theme, width, against) {
+  const chart = new Chart(step, theme, width, against);
+  step.waterfall.forEach((bar) => chart.bar(bar));
+  chart.sum();
+  return String(chart);
+}
+
+class Chart {
+  constructor({ waterfall: bars, forReplicas }, theme, width, against) {
+    [this.theme, this.width, this.forReplicas] = [theme, width, forReplicas];
+    this.others = against?.waterfall.length ? new Map(against.waterfall.map(({ name, ns }) => [name, ns])) : null;
+    this.right = width - FIGURES - (this.others ? DIFFERENCES : 0);
+    const ends = [0];
+    for (const { ns } of bars) ends.push(ends.at(-1) + ns);
+    [this.total, this.least, this.most] = [ends.at(-1), Math.min(...ends), Math.max(...ends)];
+    [this.at, this.row, this.marks] = [0, 0, []];
+  }
+
+  x(ns) {
+    return NAMES + ((ns - this.least) / Math.max(1, this.most - this.least)) * (this.right - NAMES);
+  }
+
+  bar({ name, ns }) {
+    const [words, shade] = BARS[name] ?? [name, "other"];
+    const waiting =
+      name === "reduce" && this.forReplicas ? `, of which ${ms(this.forReplicas)} for slower replicas` : "";
+    const y = this.row * ROW + 4;
+    this.marks.push(`<g data-bar="${name}"><title>${name}: ${share(ns, this.total)} of the step${waiting}</title>`);
+    this.marks.push(`<rect x="0" y="${y - 2}" width="${this.width}" height="${ROW}" fill="transparent"/>`);
+    this.block(this.at, this.at + ns, ns < 0 ? this.theme.kinds.W : this.theme.names[shade]);
+    this.at += ns;
+    this.marks.push(
+      `<path d="M${this.x(this.at)} ${y} v${ROW + 4}" stroke="${this.theme.quiet}" stroke-dasharray="2 2"/>`,
+    );
+    this.line(words, `${this.row && ns > 0 ? "+" : ""}${ms(ns)}`, ns - (this.others?.get(name) ?? 0));
+    this.marks.push("</g>");
+  }
+
+  sum() {
+    this.block(0, this.total, this.theme.quiet);
+    const other = [...(this.others?.values() ?? [])].reduce((total, ns) => total + ns, 0);
+    this.line("measured step", ms(this.total), this.total - other, 600);
+  }
+
+  block(from, to, fill) {
+    const [left, right] = [this.x(Math.min(from, to)), this.x(Math.max(from, to))];
+    const place = `x="${left}" y="${this.row * ROW + 4}" width="${Math.max(1, right - left)}" height="${ROW - 8}"`;
+    this.marks.push(`<rect ${place} fill="${fill}"/>`);
+  }
+
+  /** The words of a row, to the left and to the right of its bar; the next row begins. */
+  line(words, figure, difference, weight = 400) {
+    this.text(NAMES - 10, words, "end", this.theme.ink, weight);
+    this.text(this.right + 8, figure, "start", this.theme.ink, weight);
+    const sign = difference < 0 ? "−" : "+";
+    if (this.others) this.text(this.width - 4, `${sign}${ms(Math.abs(difference))}`, "end", this.theme.quiet);
+    this.row += 1;
+  }
+
+  text(x, said, anchor, fill, weight = 400) {
+    const how = `text-anchor="${anchor}" dominant-baseline="central" font-size="12" font-weight="${weight}"`;
+    this.marks.push(`<text x="${x}" y="${this.row * ROW + ROW / 2 + 2}" fill="${fill}" ${how}>${said}</text>`);
+  }
+
+  toString() {
+    const size = `width="${this.width}" height="${this.row * ROW + 8}"`;
+    return `<svg ${size} role="img" aria-label="from perfect work to the measured step">${this.marks.join("")}</svg>`;
+  }
 }

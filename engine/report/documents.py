@@ -1,0 +1,67 @@
+"""Traced steps on their way into the event file, as documents for TensorBoard's tab: some as they come, and the last.
+
+With each go the ideal and the predicted bubble as they are known by then, so that the three bubbles of a run that is
+still going on can be seen in one chart. Both cost simulations, so they too are made of the chosen steps only.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from engine.job import Job
+from engine.plan.timeline import Timeline
+from engine.report import series
+from engine.report.board import Board
+from engine.report.bubble import NAMES, Account
+from engine.report.gather import Step
+from engine.report.measure import Measure, fractions
+from engine.report.steps import document
+from engine.report.waterfall import Waterfalls
+
+
+class Documents:
+    """Writes to `board`; `measure` has taken in a step before that is added here."""
+
+    def __init__(self, job: Job, board: Board, measure: Measure) -> None:
+        self._job, self._board, self._measure = job, board, measure
+        self._thinning = series.Thinning()
+        self._left: tuple[Step, Account] | None = None  # the latest step, where it was not chosen
+        self._predicted: Timeline | None = None
+
+    def add(self, step: Step, account: Account) -> None:
+        """A traced step, and its account."""
+        assert step.timeline is not None
+        if self._thinning.keeps(len(step.timeline), step.seconds * self._job.settings.trace.every):
+            self._left = None
+            self._point(step)
+            self._write(step, account)
+        else:
+            self._left = step, account
+
+    def finish(self) -> None:
+        """Nothing more will come: the last step of a run is never missing, but for its size."""
+        if self._left is None:
+            return
+        step, account = self._left
+        assert step.timeline is not None
+        self._point(step)
+        if self._thinning.takes(len(step.timeline)):
+            self._write(step, account)
+
+    def _point(self, step: Step) -> None:
+        bubbles = self._measure.result()
+        assert bubbles is not None
+        self._predicted = bubbles.simulated if self._measure.last_whole is step.timeline else None
+        self._board.scalars({"bubble/ideal": bubbles.ideal, "bubble/predicted": bubbles.predicted}, step.index)
+
+    @cached_property
+    def _waterfalls(self) -> Waterfalls:
+        """Made only where a document is: a program that is too large for one is not walked through."""
+        return Waterfalls(self._measure.program, self._job.replicas, self._job.settings.train.accumulate)
+
+    def _write(self, step: Step, account: Account) -> None:
+        assert step.timeline is not None
+        waterfall, clocks = self._waterfalls.of(step.timeline), [0] * self._job.world
+        text = document(self._job, step.index, step.timeline, waterfall, self._predicted, clocks)
+        bubble = 1 - float(fractions(account.table)[:, NAMES.index("compute")].mean())
+        self._board.document(step.index, text, series.about(step.seconds, bubble))
