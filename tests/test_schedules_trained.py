@@ -55,9 +55,9 @@ def close(ran: Ran, expected: dict[str, torch.Tensor]) -> None:
 
 
 @each
-@pytest.mark.parametrize(("ranks", "microbatches"), list(itertools.product((1, 2, 3), (1, 3, 4, 6))))
+@pytest.mark.parametrize(("ranks", "microbatches"), list(itertools.product((1, 3), (1, 6))))
 def test_equals_one_process_bitwise(schedule: dict[str, Any], ranks: int, microbatches: int) -> None:
-    """Uneven micro-batches, ignored targets, clipping on; in flight exactly what the plan says."""
+    """What test_parity_grid.py leaves out: one rank, one micro-batch, more chunks. In flight is what the plan says."""
     options = {key: value for key, value in schedule.items() if key != "name"}
     if SCHEDULES[schedule["name"]].complaint(ranks, microbatches, options):
         microbatches = 2 * ranks
