@@ -67,7 +67,7 @@ class Ran:
     def losses(self) -> list[float]:
         """The logged loss of each step."""
         steps: dict[int, list[dict[str, Any]]] = {}
-        for record in self.of("step"):
+        for record in sorted(self.of("step"), key=lambda record: record.meta["rank"]):
             if record.meta["loss_sum"] is not None:
                 steps.setdefault(record.meta["step"], []).append(record.meta)
         return [sum(m["loss_sum"] for m in ms) / sum(m["loss_count"] for m in ms) for _, ms in sorted(steps.items())]

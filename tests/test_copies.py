@@ -202,11 +202,6 @@ def test_dropout_and_accumulation_equal_one_process(accumulate: int) -> None:
     assert ran.losses() == pytest.approx(losses, rel=1e-9)
 
 
-def test_two_runs_give_the_same_bits() -> None:
-    given = wanted("dualpipe", 4, 8, 2)
-    assert equal(run_threads(given).state(), run_threads(given).state())
-
-
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("schedule", "layout"),

@@ -191,7 +191,8 @@ def test_reduced_bytes_do_not_depend_on_microbatches() -> None:
 
 
 @pytest.mark.parametrize("allreduce", ["ring", "native"])
-def test_timing_moves_no_bit(allreduce: str) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
+def test_timing_moves_no_bit(schedule: str, allreduce: str) -> None:
     """P = 2, R = 2, dropout and clipping: the same run again, with ranks held up at random."""
 
     def hold_up(worker: Worker) -> None:
@@ -201,7 +202,7 @@ def test_timing_moves_no_bit(allreduce: str) -> None:
                 layer.module.register_forward_hook(lambda *_: time.sleep(delays.random() * 4e-3))
 
     model = {"_target_": "toys.mlp4", "p": 0.3, "loss": {"_target_": "toys.TokenLoss"}}
-    wanted = settings("1f1b", 2, 4, 2, model=model, clip_norm=0.05, steps=6, allreduce=AllReduce(allreduce))
+    wanted = settings(schedule, 2, 4, 2, model=model, clip_norm=0.05, steps=6, allreduce=AllReduce(allreduce))
     one, other = run_threads(wanted), run_threads(wanted, hold_up)
     assert one.losses() == other.losses()
     for replica in (0, 1):

@@ -8,9 +8,10 @@
     value       what the first of them takes
     backward    the other micro-batch's whole backward: a function without arguments, to be called once, at any time
 
-and returns what the last layer returned. Where `backward` is called says how the two overlap: between two layers, in
-another thread, in another CUDA stream. What it has started must be done, or ordered before whatever the current
-stream does next, when the function returns. Losses, messages and bookkeeping stay the engine's.
+and returns what the last layer returned. Where `backward` is called says how the two overlap: between two layers, or
+in a thread of its own. (Of CUDA streams it is the forward's that counts: torch runs a backward on the stream on which
+its forward ran.) What the function has started must be done, or ordered before whatever the current stream does next,
+when it returns. Losses, messages and bookkeeping stay the engine's.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,14 +14,19 @@ import numpy as np
 import pytest
 import torch
 from harness import ADAM, Ran, plain, run_threads, settings
+from hypothesis import assume, given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+from program_strategies import executed
 from test_parity import close, equal
+from test_split_runs import run_program
 
-from engine.plan.actions import Op
+from engine.plan.actions import COMPUTE, Op, Program
 from engine.plan.grid import grid
 from engine.plan.schedules import build
 from engine.plan.simulate import Costs, simulate
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Span, Timeline
-from engine.plan.verify import peak_in_flight
+from engine.plan.verify import InvalidProgram, peak_in_flight, verify
 from engine.report.draw import Panel, draw
 from engine.report.gather import Steps
 from engine.report.measure import durations
@@ -86,7 +92,7 @@ def of_two(layers: Any, value: Any) -> Any:
 
 
 def wanted(schedule: str, ranks: int, microbatches: int, how: str | None = None, **model: Any) -> Settings:
-    overlap = {} if how is None else {"overlap": {"_target_": f"test_overlap.{how}"}}
+    overlap = {} if how is None else {"overlap": {"_target_": f"test_pairs.{how}"}}
     given = {"_target_": "toys.mlp", "layers": 12, "loss": LOSS} | overlap | model
     return settings(schedule, ranks, microbatches, model=given, clip_norm=0.05, optimizer=ADAM)
 
@@ -113,6 +119,48 @@ def test_trains_as_without(schedule: str, ranks: int, microbatches: int, how: st
     ]
 
 
+def with_pairs(program: Program, rng: random.Random) -> Program:
+    """Neighbouring computations overlapped, two by two, at random."""
+    rows = [list(program.actions(rank)) for rank in range(program.ranks)]
+    for row in rows:
+        at = 0
+        while at + 1 < len(row):
+            fused = rng.random() < 0.6
+            row[at] = row[at]._replace(fused=fused)
+            at += 1 + fused
+    return Program.of("paired", program.placement, program.microbatches, rows)
+
+
+@examples(max_examples=15)
+@given(executed(), st.integers(0, 2**32), st.sampled_from(["before", "between", "Beside"]))
+def test_any_pairs_of_any_program_train_as_without(program: Program, seed: int, how: str) -> None:
+    """Whatever is paired, and in two directions too; only a forward with a backward is done together."""
+    program = with_pairs(program, random.Random(seed))
+    try:
+        verify(program)
+    except InvalidProgram:  # what a pair's first has made leaves late: somebody may wait for it in vain
+        assume(False)
+    assume(all(program.placement.stages_of(rank) for rank in range(program.ranks)))
+    model = {"_target_": "toys.mlp", "loss": LOSS}
+    changes: dict[str, Any] = {"global_batch_size": 7, "clip_norm": 0.05, "optimizer": ADAM, "steps": 2}
+    expected, _ = run_program(program, model=model, **changes)
+    ran, _ = run_program(program, model=model | {"overlap": {"_target_": f"test_pairs.{how}"}}, **changes)
+    assert equal(ran.state(), expected.state()) and ran.losses() == expected.losses()
+    peaks = [[w.executor.peak_in_flight for _, w in sorted(x.workers.items())] for x in (ran, expected)]
+    assert peaks[0] == peaks[1] == peak_in_flight(program)
+    for rank in range(program.ranks):
+        assert paired_in(ran, rank) == [action.fused for action in program.actions(rank)]
+
+
+def paired_in(ran: Ran, rank: int) -> list[bool]:
+    """Which of a rank's computations in the last step were the first of a pair, in the program's order."""
+    record = [record for record in ran.of("step") if record.meta["rank"] == rank][-1]
+    first = set(record.arrays["pairs"][:, 0].tolist())
+    spans = record.arrays["spans"].tolist()
+    at = {(kind, stage, m): number for number, (kind, stage, m, *_) in enumerate(spans) if kind in COMPUTE}
+    return [at[a.op, a.stage, a.microbatch] in first for a in ran.job.compute.actions(rank)]
+
+
 def test_is_called_for_every_pair_and_for_nothing_else() -> None:
     calls.clear()
     program = build("dualpipe_v", 2, 5)
@@ -124,7 +172,7 @@ def test_is_called_for_every_pair_and_for_nothing_else() -> None:
 
 def test_keywords_are_bound() -> None:
     calls.clear()
-    overlap = {"_target_": "test_overlap.between", "after": 0}
+    overlap = {"_target_": "test_pairs.between", "after": 0}
     run_threads(wanted("dualpipe_v", 1, 3, overlap=overlap))
     assert calls
 
@@ -133,7 +181,7 @@ def test_masks_and_weight_gradients_that_wait() -> None:
     """A layer that draws is seeded as ever; a forward whose backward comes in halves is routed as ever."""
     model = {"_target_": "toys.mlp4", "p": 0.4, "layers": 4}
     given = replace(wanted("dualpipe", 2, 6), model={"_target_": "toys.mlp4", "p": 0.4, "loss": LOSS})
-    hooked = replace(given, model=given.model | {"overlap": {"_target_": "test_overlap.between"}})
+    hooked = replace(given, model=given.model | {"overlap": {"_target_": "test_pairs.between"}})
     expected, ran = run_threads(given), run_threads(hooked)
     assert model and equal(ran.state(), expected.state())
     held = [max(r.meta["peak_activation_bytes"] for r in x.of("step")) for x in (ran, expected)]
@@ -165,11 +213,11 @@ def test_an_error_names_the_pair() -> None:
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ("test_overlap.before", "is not a section"),
-        ({"_target_": "test_overlap.befor"}, "did you mean before"),
-        ({"_target_": "test_overlap.of_two"}, "layers"),
-        ({"_target_": "test_overlap.before", "aftre": 1}, "takes no such keyword"),
-        ({"_target_": "test_overlap.wanted", "schedule": "x", "ranks": 1, "microbatches": 1}, "cannot be called"),
+        ("test_pairs.before", "is not a section"),
+        ({"_target_": "test_pairs.befor"}, "did you mean before"),
+        ({"_target_": "test_pairs.of_two"}, "layers"),
+        ({"_target_": "test_pairs.before", "aftre": 1}, "takes no such keyword"),
+        ({"_target_": "test_pairs.wanted", "schedule": "x", "ranks": 1, "microbatches": 1}, "cannot be called"),
         ({}, "has no _target_"),
     ],
 )
