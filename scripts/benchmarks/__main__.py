@@ -1,5 +1,5 @@
 """scripts/bench [sleep] [tiny] [resnet50] [gpt] [--repeats N] [--json FILE]
-scripts/bench allreduce [--help]
+scripts/bench allreduce | drawbacks [--help]
 
 Runs the engine, torch.distributed.pipelining and one plain process in turn, N times over, so that a change of the
 machine's mood meets all of them. A step's time is, on every side, the median period between consecutive step ends of
@@ -25,7 +25,7 @@ from benchmarks.cases import GROUPS, Case
 from benchmarks.figures import Run, compare, table
 from benchmarks.sides import ours_command, peer_commands, plain_command, run_ours, run_peer, run_plain
 
-COMMANDS = {"allreduce": "benchmarks.allreduce"}  # benchmarks of their own, each with a `main(arguments)`
+COMMANDS = {name: f"benchmarks.{name}" for name in ("allreduce", "drawbacks")}  # each with a `main(arguments)`
 
 
 def measure(case: Case, repeats: int) -> dict[str, Any]:
