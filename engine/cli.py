@@ -25,8 +25,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from engine import run
+from engine.arguments import UsageError, arranged
 from engine.complaints import explain
 from engine.config import CONF, load
+from engine.console import forgiving
+from engine.errors import Interrupted
 from engine.runtime import environment, interrupt
 from engine.runtime.verdict import Outcome
 
@@ -36,7 +39,8 @@ _outcomes: list[Outcome] = []  # of the jobs of this call of main, in order
 def main() -> int:
     """Run what sys.argv asks for; returns the exit code."""
     logging.getLogger().setLevel(logging.INFO)
-    return _join() if environment.joined() else _compose()
+    with forgiving():
+        return _join() if environment.joined() else _compose()
 
 
 def _join() -> int:
@@ -60,6 +64,8 @@ def _compose() -> int:
     _outcomes.clear()
     try:
         with interrupt.raising():
+            _check_start()
+            sys.argv[1:] = arranged(sys.argv[1:])
             hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(_job)()
     except KeyboardInterrupt as error:
         _outcomes.append(run.outcome_of(error))
@@ -71,6 +77,13 @@ def _compose() -> int:
         _outcomes.append(Outcome("failed", complaint, run.REFUSED))
         return report(_outcomes[-1])
     return max((outcome.exit_code for outcome in _outcomes), default=0)
+
+
+def _check_start() -> None:
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise UsageError("the folder that this was started from has been deleted: change to one that exists") from error
 
 
 def report(outcome: Outcome) -> int:
@@ -86,22 +99,22 @@ def report(outcome: Outcome) -> int:
 def _job(config: DictConfig) -> Outcome:
     """One job of Hydra's. Only an interruption is raised: it is meant for the whole sweep."""
     runtime = HydraConfig.get().runtime
+    outcome = run.taken(Path(runtime.output_dir)) or _outcome(config, runtime.cwd, runtime.output_dir)
+    if outcome.status == "interrupted":
+        raise Interrupted(outcome.exit_code - 128, outcome.error)
+    report(outcome)
+    _outcomes.append(outcome)
+    return outcome
+
+
+def _outcome(config: DictConfig, start_dir: str, run_dir: str) -> Outcome:
     try:
         if environment.joined() and HydraConfig.get().mode is RunMode.MULTIRUN:
             raise ValueError("a sweep starts its own ranks: run it without torchrun")
         settings = load(config)
     except ValueError as error:
-        outcome = run.finish(Path(runtime.output_dir), run.outcome_of(run.SettingsError(str(error))), None)
-    else:
-        if settings.mode == "plan":
-            outcome = run.plan(settings, runtime.output_dir)
-        else:
-            outcome = run.train(settings, runtime.cwd, runtime.output_dir)
-    if outcome.status == "interrupted":
-        raise interrupt.Interrupted(outcome.exit_code - 128)
-    report(outcome)
-    _outcomes.append(outcome)
-    return outcome
+        return run.finish(Path(run_dir), run.outcome_of(run.SettingsError(str(error))), None)
+    return run.plan(settings, run_dir) if settings.mode == "plan" else run.train(settings, start_dir, run_dir)
 
 
 class SweepTable(Callback):

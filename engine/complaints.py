@@ -8,6 +8,7 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from engine.arguments import UsageError
 from engine.config import CONF, first_line, no_such_choice, unknown
 
 QUOTING = (
@@ -21,6 +22,8 @@ def explain(error: BaseException, arguments: Sequence[str]) -> str | None:
 
     `arguments`: the command line, where the error does not say what it is about. None for what no user can cause.
     """
+    if isinstance(error, UsageError):
+        return str(error)
     if isinstance(error, MissingConfigException):
         return _missing(error)
     if isinstance(error, OverrideParseException):

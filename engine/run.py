@@ -18,6 +18,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.errors import Interrupted, printable, said
 from engine.plan.actions import Program
 from engine.plan.choose import activations, compare, table
 from engine.plan.lowering import lower
@@ -27,7 +28,8 @@ from engine.plan.summary import CSV_NAME, plan_summary, plan_text
 from engine.plan.text import to_csv
 from engine.plan.verify import verify
 from engine.records import Record
-from engine.report.files import write_json, write_text
+from engine.report.files import UnwritableError, write_json, write_text
+from engine.report.finite import LossNotFiniteError
 from engine.runtime import environment, interrupt
 from engine.runtime.verdict import Outcome
 from engine.settings import Settings
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from engine.job import Job
     from engine.report.recorder import Recorder
 
+CONFIG_NAME = "config.json"  # the resolved configuration of a run that was started
 REFUSED = 2  # exit code: the settings are wrong, nothing was started
 
 
@@ -55,6 +58,16 @@ def train(settings: Settings, start_dir: str, run_dir: str) -> Outcome:
         outcome = outcome_of(error)
     with interrupt.ignored():
         return finish(folder, outcome, settings, recorder)
+
+
+def taken(folder: Path) -> Outcome | None:
+    """The refusal of a folder in which a run was started before: its results would be overwritten."""
+    if not (folder / CONFIG_NAME).exists():
+        return None
+    remedy = "give another folder (hydra.run.dir; with -m hydra.sweep.dir, hydra.sweep.subdir), or remove it"
+    return Outcome(
+        "failed", f"the folder {folder} holds a run already, which this one would overwrite: {remedy}", REFUSED
+    )
 
 
 def plan(settings: Settings, run_dir: str) -> Outcome:
@@ -105,31 +118,46 @@ class SettingsError(ValueError):
 def outcome_of(error: BaseException) -> Outcome:
     """What an exception in the parent makes of the run."""
     if isinstance(error, KeyboardInterrupt):
-        code = error.exit_code if isinstance(error, interrupt.Interrupted) else 130
+        code = error.exit_code if isinstance(error, Interrupted) else 130
         return Outcome("interrupted", str(error) or "interrupted", code)
     if isinstance(error, SettingsError):
-        return Outcome("failed", str(error), REFUSED)
-    text = "".join(traceback.format_exception(error))
-    return Outcome("failed", f"{type(error).__name__}: {error}", 1, text)
+        return Outcome("failed", printable(str(error)), REFUSED)
+    if isinstance(error, UnwritableError | LossNotFiniteError):
+        return Outcome("failed", str(error), 1)
+    return Outcome("failed", said(error), 1, printable("".join(traceback.format_exception(error))))
 
 
 def finish(folder: Path, outcome: Outcome, settings: Settings | None, recorder: Recorder | None = None) -> Outcome:
-    """Write how the run ended: error.txt where it failed, summary.json always."""
-    if outcome.status == "failed":
-        text = outcome.error or ""
-        if outcome.traceback:
-            text = f"{text}\n\n{outcome.traceback}"
-        write_text(folder / "error.txt", text.rstrip() + "\n")
-    if recorder is not None:
-        recorder.finish(outcome.status, outcome.error)
-        return outcome
+    """Write how the run ended: error.txt where it failed, summary.json always.
+
+    Where the folder takes no more, that is part of how it ended: a run whose results are lost has failed.
+    """
+    try:
+        try:
+            if outcome.status == "failed":
+                text = f"{outcome.error}\n\n{outcome.traceback or ''}"
+                write_text(folder / "error.txt", text.rstrip() + "\n")
+        finally:
+            if recorder is not None:
+                recorder.finish(outcome.status, outcome.error)
+            else:
+                _write_summary(folder, outcome, settings)
+    except UnwritableError as error:
+        if outcome.status == "completed":
+            return outcome_of(error)
+        said_already = str(error.path.parent) in (outcome.error or "")
+        return outcome if said_already else replace(outcome, error=f"{outcome.error}; {error}")
+    return outcome
+
+
+def _write_summary(folder: Path, outcome: Outcome, settings: Settings | None) -> None:
+    """summary.json of a run that recorded nothing."""
     summary: dict[str, object] = {"status": outcome.status, "error": outcome.error}
     if settings is not None:
         summary |= {"mode": settings.mode, "schedule": settings.schedule.get("name")}
         summary |= {"ranks": settings.pipeline.ranks, "microbatches": settings.pipeline.microbatches}
         summary |= {"replicas": settings.data_parallel.replicas}
     write_json(folder / "summary.json", summary)
-    return outcome
 
 
 def write_plan(
@@ -185,7 +213,7 @@ def _describe(job: Job, folder: Path, recorder: Recorder) -> None:
     layers = [[layer.name for layer in job.layers[a:b]] for a, b in zip(job.split, ends, strict=True)]
     write_plan(job.settings, job.compute, folder, layers)
     config = asdict(job.settings)
-    write_json(folder / "config.json", config)
+    write_json(folder / CONFIG_NAME, config)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
     message = f"configuration {digest} (config.json), seed {job.settings.seed}"
     recorder(Record("log", {"rank": None, "level": logging.INFO, "logger": __name__, "message": message}, {}))

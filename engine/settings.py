@@ -35,6 +35,7 @@ class Train:
     global_batch_size: int = 32
     clip_norm: float | None = None
     accumulate: int = 1
+    stop_on_nan: bool = False  # end the run, as failed, at the first loss that is not finite
 
 
 @dataclass(frozen=True)

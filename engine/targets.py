@@ -22,6 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from engine.errors import message_of, refusing, said
+
 OURS = Path(__file__).resolve().parent.parent / "models"
 _MARKS = ("_target_", "_partial_", "_args_")
 
@@ -83,18 +85,18 @@ def locate(path: str, where: str = "") -> Any:
 
 
 def _import(module: str, label: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise ValueError(_raised(error, module, label)) from error
-        raise ValueError(_no_module(module, label)) from error
-    except (Exception, SystemExit) as error:
-        raise ValueError(_raised(error, module, label)) from error
+    with refusing(lambda error: _raised(error, module, label)):
+        try:
+            return importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+            missing = error
+    raise ValueError(_no_module(module, label)) from missing
 
 
 def _raised(error: BaseException, module: str, label: str) -> str:
-    return f"{type(error).__name__}: {error} (while importing {module} for {label})"
+    return f"{said(error)} (while importing {module} for {label})"
 
 
 def _no_module(module: str, label: str) -> str:
@@ -138,11 +140,15 @@ def check_keywords(
     if parameters is None:
         return
     _check_known(target, parameters[positional:], keywords, where)
-    given = set(keywords)
-    required = [p.name for p in parameters[positional:] if _is_required(p)]
-    missing = [name for name in required if name not in given]
+    given, needed = set(keywords), required(target, positional)
+    missing = [name for name in needed if name not in given]
     if missing and complete:
-        raise ValueError(f"{where}.{missing[0]} is missing: {name_of(target)} needs {', '.join(required)}")
+        raise ValueError(f"{where}.{missing[0]} is missing: {name_of(target)} needs {', '.join(needed)}")
+
+
+def required(target: Callable[..., Any], positional: int = 0) -> list[str]:
+    """Names of what `target` must still be given beside `positional` arguments; none where it has no signature."""
+    return [p.name for p in (_parameters(target) or [])[positional:] if _is_required(p)]
 
 
 def _parameters(target: Callable[..., Any]) -> list[inspect.Parameter] | None:
@@ -200,12 +206,14 @@ def build(config: Mapping[str, Any], *args: Any, where: str, **extra: Any) -> An
     values = [*args, *(_nested(value, f"{where}._args_[{i}]") for i, value in enumerate(own))]
     if bound:
         return partial(target, *values, **keywords)
-    try:
+    given = ", ".join(f"{key}={value!r}" for key, value in keywords.items() if key in config)
+    with refusing(lambda error: f"{_cause(error)} (while calling {path}({given}) for {where})"):
         return target(*values, **keywords)
-    except Exception as error:
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        given = ", ".join(f"{key}={value!r}" for key, value in keywords.items() if key in config)
-        raise ValueError(f"{kind}{error} (while calling {path}({given}) for {where})") from error
+
+
+def _cause(error: BaseException) -> str:
+    """A ValueError is a refusal in words; of anything else the type tells something too."""
+    return message_of(error) if isinstance(error, ValueError) else said(error)
 
 
 def build_function(config: Mapping[str, Any], arguments: int, where: str) -> Any:
@@ -216,15 +224,10 @@ def build_function(config: Mapping[str, Any], arguments: int, where: str) -> Any
     """
     if config.get("_target_"):
         target = locate(config["_target_"], where)
-        if inspect.isroutine(target) and _open_arguments(target, config) >= arguments:
+        still = [name for name in required(target) if name not in config]
+        if inspect.isroutine(target) and len(still) >= arguments:
             return build({**config, "_partial_": True}, where=where)
     return build(config, where=where)
-
-
-def _open_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> int:
-    """How many arguments `function` still needs."""
-    parameters = _parameters(function) or []
-    return sum(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and p.name not in given for p in parameters)
 
 
 def check_arguments(function: Any, names: Sequence[str], where: str) -> None:

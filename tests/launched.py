@@ -43,7 +43,7 @@ def raises(job: Job, rank: int, meeting: Any, post: Post) -> None:
     if rank == 1:
         time.sleep(0.1)
         error = ArithmeticError("the loss is not finite")
-        error.stage, error.microbatch, error.action = 1, 2, "1B2"  # type: ignore[attr-defined]
+        position.locate(error, position.Place(1, 2, "1B2"))
         raise error
     raise PeerLost("rank 1 closed its end", 1)
 

@@ -21,7 +21,8 @@ from engine.plan.schedules import build
 from engine.records import Record
 from engine.report.board import Board
 from engine.report.bubble import NAMES
-from engine.report.files import write_json, write_text
+from engine.report.files import UnwritableError, write_json, write_text
+from engine.report.finite import LossNotFiniteError
 from engine.report.gather import Evaluations, Step, Steps
 from engine.settings import Train
 
@@ -135,7 +136,7 @@ def test_the_summary_has_its_schema(tmp_path: Path) -> None:
         "samples_per_second", "bubble", "peak_in_flight", "peak_activation_bytes", "evaluation", "allreduce",
         "bytes_sent_between_stages",
     ]  # fmt: skip
-    assert summary["loss"] == {"first": 2.0, "last": 1.5} and summary["samples"] == 192
+    assert summary["loss"] == {"first": 2.0, "last": 1.5, "not_finite_since": None} and summary["samples"] == 192
     assert [len(summary[key]) for key in ("peak_in_flight", "peak_activation_bytes", "bytes_sent_between_stages")] == [
         2
     ] * 3
@@ -191,7 +192,7 @@ def test_a_run_that_stops_early_keeps_its_steps(status: str, error: str | None, 
 def test_a_run_without_a_step_ends_cleanly(status: str, tmp_path: Path) -> None:
     record, console = recorder(recorded.job(), tmp_path)
     summary = record.finish(status, "it broke" if status == "failed" else None)
-    assert summary["loss"] == {"first": None, "last": None} and summary["steps"] == 0
+    assert summary["loss"] == {"first": None, "last": None, "not_finite_since": None} and summary["steps"] == 0
     left = {path.name.partition(".tfevents")[0] for path in tmp_path.iterdir()}
     assert left == {"summary.json"} | ({"events.out"} if status == "failed" else set())  # it is in the table of a sweep
     assert console.getvalue() == ""
@@ -225,6 +226,29 @@ def test_printed_steps_are_on_the_disk_before_the_end(tmp_path: Path, monkeypatc
     assert len(event_files(tmp_path)) == 1
 
 
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_is_told_once_with_its_step(loss: float, tmp_path: Path) -> None:
+    of = recorded.job()
+    record, console = recorder(of, tmp_path)
+    for step in range(4):
+        for line in step_records(of, step, losses=[(loss if step >= 2 else 1.0, 4)]):
+            record(line)
+    summary = record.finish("completed")
+    assert summary["status"] == "completed" and summary["loss"]["not_finite_since"] == 2
+    told = [text for text in console.getvalue().splitlines() if "WARNING" in text]
+    assert len(told) == 1 and f"the loss of step 2 (counted from 0) is {loss}" in told[0], told
+    assert (tmp_path / "engine.log").read_text().count("the loss of step 2") == 1
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_where_that_is_asked_for(tmp_path: Path) -> None:
+    of = recorded.job(train=Train(steps=5, global_batch_size=64, stop_on_nan=True))
+    record, _ = recorder(of, tmp_path)
+    with pytest.raises(LossNotFiniteError, match=r"the loss of step 0 .* is nan, and train.stop_on_nan ends the run"):
+        for line in step_records(of, 0, losses=[(math.nan, 4)]):
+            record(line)
+    assert record.finish("failed", "the loss")["loss"]["not_finite_since"] == 0
+
+
 def test_a_loss_that_is_no_number_leaves_valid_json(tmp_path: Path) -> None:
     of = recorded.job()
     record, console = recorder(of, tmp_path)
@@ -236,7 +260,8 @@ def test_a_loss_that_is_no_number_leaves_valid_json(tmp_path: Path) -> None:
         raise AssertionError(word)
 
     assert json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse)["loss"]["last"] is None
-    assert "loss nan -> nan" in console.getvalue()
+    said = console.getvalue()
+    assert "loss nan -> nan (not finite since step 0)" in said
 
 
 def test_short_batches_do_not_blur_peaks_and_bytes(tmp_path: Path) -> None:
@@ -325,6 +350,6 @@ def test_files_are_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         write_json(tmp_path / "a", {"x": object()})
     (tmp_path / "folder").mkdir()
-    with pytest.raises(OSError):
+    with pytest.raises(UnwritableError, match=r"folder cannot be written into the folder .*: Is a directory"):
         write_text(tmp_path / "folder", "x")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "folder"]

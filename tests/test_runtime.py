@@ -15,6 +15,7 @@ from harness import Ran, plain, run_threads, settings
 from test_parity import close, equal
 
 from engine.records import decode
+from engine.runtime.position import Place, locate, place_of
 from engine.runtime.worker import Worker
 from engine.settings import AllReduce, Eval
 
@@ -270,8 +271,7 @@ def test_an_error_says_where_it_happened() -> None:
     wanted = settings("1f1b", 3, 4, model=model)
     with pytest.raises(ArithmeticError) as caught:
         run_threads(wanted)
-    error: Any = caught.value
-    assert (error.stage, error.microbatch, error.action) == (1, 2, "1F2")
+    assert place_of(caught.value) == Place(1, 2, "1F2")
 
 
 def test_an_error_of_the_data_is_not_blamed_on_an_action() -> None:
@@ -279,8 +279,7 @@ def test_an_error_of_the_data_is_not_blamed_on_an_action() -> None:
     data = {"_target_": "toys.Broken", "at": 20, "shuffle": False}
     with pytest.raises(OSError, match="item 20") as caught:
         run_threads(settings("1f1b", 2, 4, data=data))
-    error: Any = caught.value
-    assert (error.stage, error.microbatch, error.action) == (None, None, "loading the samples of step 1")
+    assert place_of(caught.value) == Place(None, None, "loading the samples of step 1")
 
 
 def test_spans_and_windows_follow_one_another() -> None:
@@ -342,3 +341,34 @@ def test_any_text_of_an_error_can_be_reported() -> None:
     assert meta["message"].startswith("bad \\ud800x")
     assert len(meta["message"]) < 21_000
     meta["message"].encode()
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ArithmeticError("no words")
+
+
+class Quits(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+class Shut(Exception):
+    """Takes no attribute, and has some that are called as ours were."""
+
+    stage = action = object()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise TypeError("read only")
+
+
+@pytest.mark.parametrize("kind", [Mute, Quits, Shut, KeyboardInterrupt, SystemExit])
+def test_an_exception_of_any_class_keeps_its_type_and_place(kind: type[BaseException]) -> None:
+    from engine.runtime.rank import error_record
+
+    error = kind()
+    locate(error, Place(1, 2, "1F2"))
+    locate(error, Place(0, 0, "an outer place"))
+    meta = decode(error_record(3, error)).meta
+    assert (meta["type"], meta["stage"], meta["microbatch"], meta["action"]) == (kind.__name__, 1, 2, "1F2")
+    assert meta["message"]

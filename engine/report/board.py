@@ -9,9 +9,11 @@ and so a second session in the table.
 from __future__ import annotations
 
 import os
+import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,13 @@ import numpy.typing as npt
 from PIL import Image
 
 from engine.report import series
+from engine.report.files import writing
 from engine.report.hparams import HParam
 
 _ENDS = {"completed": 1, "failed": 2}  # TensorBoard's numbers for the status of a session
 _DATA_CLASS_TENSOR = 2  # TensorBoard's number for it
 BINS = 30  # of a histogram
+EVENTS = "events.out.tfevents"  # how the name of the one event file begins
 FLUSH_S = 10  # what a killed parent can lose at most, beyond the steps that were flushed because they were printed
 
 
@@ -36,6 +40,7 @@ class Board:
         self._make_writer, self._summaries = _tensorboard()
         self._writer: Any = None
         self._session = False
+        self._hook, threading.excepthook = threading.excepthook, self._of_a_thread
 
     @property
     def opened(self) -> bool:
@@ -46,13 +51,13 @@ class Board:
         if known := {tag: float(value) for tag, value in values.items() if value is not None}:
             summary = self._summaries.Summary
             points = [summary.Value(tag=tag, simple_value=value) for tag, value in known.items()]
-            self._open().file_writer.add_summary(summary(value=points), step)
+            self._add(summary(value=points), step)
 
     def histograms(self, values: Mapping[str, npt.NDArray[np.float64]], step: int) -> None:
         """One histogram for each tag."""
         points = [self._summaries.histogram(tag, numbers, BINS).value[0] for tag, numbers in values.items()]
         if points:
-            self._open().file_writer.add_summary(self._summaries.Summary(value=points), step)
+            self._add(self._summaries.Summary(value=points), step)
 
     def layout(self, charts: Mapping[str, Mapping[str, Any]]) -> None:
         """How the page of custom scalars is laid out: see `curves.layout`."""
@@ -68,10 +73,12 @@ class Board:
         self._bytes(metadata.CONFIG_SUMMARY_TAG, content, 0, metadata.PLUGIN_NAME)
 
     def image(self, tag: str, image: Image.Image, step: int) -> None:
-        self._open().add_image(tag, np.asarray(image), step, dataformats="HWC")
+        with self._writing():
+            self._open().add_image(tag, np.asarray(image), step, dataformats="HWC")
 
     def text(self, tag: str, markdown: str, step: int) -> None:
-        self._open().add_text(tag, markdown, step)
+        with self._writing():
+            self._open().add_text(tag, markdown, step)
 
     def document(self, step: int, document: str, about: bytes) -> None:
         """A series of its own for the document of one step; `about` is what lists of steps show of it."""
@@ -82,10 +89,9 @@ class Board:
 
         All runs are to pass the same keys with values of the same types: the table knows only what it saw first.
         """
-        writer = self._open()
         summaries = self._summaries.hparams(dict(hparams), dict.fromkeys(metrics, 0.0))
         for one in summaries[:2]:  # the third would say that it has ended
-            writer.file_writer.add_summary(one)
+            self._add(one)
         self._session = True
 
     def end_session(self, status: str) -> None:
@@ -98,15 +104,31 @@ class Board:
         told = metadata.create_summary_metadata(plugin_data_pb2.HParamsPluginData(session_end_info=ended))
         summary = self._summaries.Summary
         value = summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=told)
-        self._open().file_writer.add_summary(summary(value=[value]))
+        self._add(summary(value=[value]))
 
     def flush(self) -> None:
         if self._writer is not None:
-            self._writer.flush()
+            with self._writing():
+                self._writer.flush()
 
     def close(self) -> None:
+        if threading.excepthook == self._of_a_thread:
+            threading.excepthook = self._hook
         if self._writer is not None:
-            self._writer.close()
+            with self._writing():
+                self._writer.close()
+
+    def _of_a_thread(self, failed: threading.ExceptHookArgs) -> None:
+        """What the writer's thread raises, the next call here raises again: one report is enough."""
+        if not type(failed.thread).__module__.startswith("tensorboard"):
+            self._hook(failed)
+
+    def _writing(self) -> AbstractContextManager[None]:
+        return writing(self._folder / EVENTS)
+
+    def _add(self, summary: Any, step: int | None = None) -> None:
+        with self._writing():
+            self._open().file_writer.add_summary(summary, step)
 
     def _bytes(self, tag: str, content: bytes, step: int, plugin: str, about: bytes = b"") -> None:
         """A point that a plugin reads: of the class of tensors, without which a loader would keep nothing of it."""
@@ -117,7 +139,7 @@ class Board:
             dtype="DT_STRING", string_val=[content], tensor_shape=self._summaries.TensorShapeProto()
         )
         value = summary.Value(tag=tag, tensor=tensor, metadata=metadata)
-        self._open().file_writer.add_summary(summary(value=[value]), step)
+        self._add(summary(value=[value]), step)
 
     def _open(self) -> Any:
         if self._writer is None:

@@ -1,22 +1,45 @@
-"""Files that are never seen half-written: written aside in the same folder, then renamed."""
+"""Files of a run folder: never seen half-written, and a folder that takes no more is told from every other error.
+
+A file is written aside in the same folder, then renamed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 
+class UnwritableError(Exception):
+    """A run folder that was deleted or made read-only while the run used it, or whose disk is full."""
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        self.path = path
+        super().__init__(f"{path.name} cannot be written into the folder {path.parent}: {error.strerror or error}")
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around whatever writes `path`: UnwritableError instead of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise UnwritableError(path, error) from error
+
+
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace `path` by `content`; its folder must exist."""
+    """Replace `path` by `content`. Raises UnwritableError."""
     aside = path.with_name(f".{path.name}.part")
     try:
-        aside.write_bytes(content)
-        aside.replace(path)
+        with writing(path):
+            aside.write_bytes(content)
+            aside.replace(path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
         raise
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TextIO
 
 from engine.records import Record
+from engine.report.files import writing
 
 NAME = "engine.log"
 
@@ -20,16 +21,18 @@ class RunLog:
         self._file: TextIO | None = None
 
     def write(self, level: int, rank: int | None, logger: str, message: str) -> None:
-        """`rank` is the world rank, None for the parent. Every line of a message is tagged."""
-        if self._file is None:
-            self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        """`rank` is the world rank, None for the parent. Every line of a message is tagged. Raises UnwritableError."""
         head = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {logging.getLevelName(level):<7} {tag(rank)} {logger}: "
-        self._file.write("".join(head + line + "\n" for line in message.splitlines() or [""]))
+        with writing(self._path):
+            if self._file is None:
+                self._file = self._path.open("a", encoding="utf-8", buffering=1)
+            self._file.write("".join(head + line + "\n" for line in message.splitlines() or [""]))
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
-            self._file = None
+            file, self._file = self._file, None
+            with writing(self._path):
+                file.close()
 
 
 def tag(rank: int | None) -> str:

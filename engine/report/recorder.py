@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import ExitStack
 from io import BytesIO
 from pathlib import Path
 from typing import Any, TextIO
@@ -26,6 +27,7 @@ from engine.report.cause import diagnose
 from engine.report.documents import Documents
 from engine.report.draw import Panel, draw
 from engine.report.files import write_bytes, write_json, write_text
+from engine.report.finite import LossWatch
 from engine.report.gather import Evaluations, Step, Steps
 from engine.report.hparams import METRICS, hparams, results
 from engine.report.log import RunLog, line_of, tag
@@ -60,6 +62,7 @@ class Recorder:
         self._steps, self._evaluations = Steps(job), Evaluations(job)
         self._totals, self._measure = Totals(job), Measure(job)
         self._documents = Documents(job, self._board, self._measure)
+        self._watch = LossWatch(job.settings.train.stop_on_nan)
         self._summary: dict[str, Any] | None = None
 
     def __call__(self, record: Record) -> None:
@@ -75,10 +78,7 @@ class Recorder:
                 self._board.flush()
                 self._progress.say(str(evaluation))
         elif line := line_of(record):
-            level, rank, logger, message = line
-            self._log.write(level, rank, logger, message)
-            if record.kind == "log" and level >= self._console_level:
-                self._progress.say(f"{logging.getLevelName(level)} {tag(rank)} {message}")
+            self._say(*line, shown=record.kind == "log")
 
     def finish(self, status: str, error: str | None = None) -> dict[str, Any]:
         """Write everything, print the report, close all files; returns the content of summary.json.
@@ -88,18 +88,27 @@ class Recorder:
         if self._summary is None:
             self._progress.close()
             bubbles = self._measure.result()
-            self._summary = self._totals.summary(status, error, bubbles)
-            try:
+            self._summary = self._totals.summary(status, error, bubbles, self._watch.began)
+            with ExitStack() as last:  # in reverse: each is done, whatever the others raise
+                last.callback(self._log.close)
+                last.callback(self._board.close)
+                if self._totals.steps:
+                    cause = diagnose(self.job, bubbles)
+                    told = closing(self.job, self._summary, bubbles, cause, self.folder)
+                    last.callback(self._progress.say, "\n" + told)
                 write_json(self.folder / "summary.json", self._summary)
                 if self._totals.steps:
-                    self._leave(self._summary, bubbles)
+                    self._leave(self._summary, bubbles, cause)
                 elif status == "failed":
                     self._begin(None)  # the table of a sweep shows the jobs that failed, too
                 self._board.end_session(status)
-            finally:
-                self._board.close()
-                self._log.close()
         return self._summary
+
+    def _say(self, level: int, rank: int | None, logger: str, message: str, shown: bool = True) -> None:
+        """A line for the log, and for the console where it is to be `shown` there and grave enough."""
+        self._log.write(level, rank, logger, message)
+        if shown and level >= self._console_level:
+            self._progress.say(f"{logging.getLevelName(level)} {tag(rank)} {message}")
 
     # -- while it runs ---------------------------------------------------------------------------------------------
 
@@ -116,6 +125,8 @@ class Recorder:
         self._board.scalars(values, step.index)
         if self._progress.step(step):
             self._board.flush()
+        if warning := self._watch.look(step):
+            self._say(logging.WARNING, None, __name__, warning)
 
     def _begin(self, lr: float | None) -> None:
         self._board.begin_session(hparams(self.job, lr), METRICS)
@@ -123,9 +134,9 @@ class Recorder:
 
     # -- at the end ------------------------------------------------------------------------------------------------
 
-    def _leave(self, summary: dict[str, Any], bubbles: Bubbles | None) -> None:
+    def _leave(self, summary: dict[str, Any], bubbles: Bubbles | None, cause: str) -> None:
         """Everything but summary.json."""
-        last, cause = self._totals.last_index, diagnose(self.job, bubbles)
+        last = self._totals.last_index
         write_text(self.folder / "report.txt", report(self.job, summary, bubbles, cause))
         self._board.text("report", report(self.job, summary, bubbles, cause, as_markdown=True), last)
         if bubbles is not None:
@@ -135,7 +146,6 @@ class Recorder:
             write_trace(self.folder / "trace.json", self._measure.last, self.job.ranks)
         self._board.scalars(results(summary), last)
         self._board.flush()
-        self._progress.say("\n" + closing(self.job, summary, bubbles, cause, self.folder))
 
     def _pictures(self, bubbles: Bubbles, step: int) -> None:
         measured = self._measure.last_whole or self._measure.last

@@ -45,8 +45,10 @@ class Totals:
         self._sent = list(map(max, self._sent, step.bytes_sent_between_stages))
         self._reduced = max(self._reduced, step.reduce_bytes_sent)
 
-    def summary(self, status: str, error: str | None, bubbles: Bubbles | None) -> dict[str, Any]:
-        """The content of summary.json; what is not known is null."""
+    def summary(
+        self, status: str, error: str | None, bubbles: Bubbles | None, not_finite_since: int | None = None
+    ) -> dict[str, Any]:
+        """The content of summary.json; what is not known is null. `not_finite_since`: the first step of such a loss."""
         job, seconds = self._job, self._timed(self._seconds)
         total = sum(seconds)
         content: dict[str, Any] = {"status": status} | ({"error": error} if error else {})
@@ -58,7 +60,7 @@ class Totals:
             "replicas": job.replicas,
             "steps": self.steps,
             "samples": self.samples,
-            "loss": {"first": self.first_loss, "last": self.last_loss},
+            "loss": {"first": self.first_loss, "last": self.last_loss, "not_finite_since": not_finite_since},
             "step_time": {
                 "median": statistics.median(seconds) if seconds else None,
                 "min": min(seconds, default=None),

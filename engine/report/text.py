@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,8 @@ def headline(summary: dict[str, Any]) -> str:
     first, last = s["loss"]["first"], s["loss"]["last"]
     if first is not None and last is not None:
         said += f"; loss {first:.4g} -> {last:.4g}"
+    if (since := s["loss"]["not_finite_since"]) is not None:
+        said += f" (not finite since step {since})"
     if s["samples_per_second"]:
         said += f"; {s['step_time']['median'] * 1e3:.1f} ms per step, {s['samples_per_second']:.1f} samples/s"
     return said
@@ -70,7 +74,17 @@ def closing(job: Job, summary: dict[str, Any], bubbles: Bubbles | None, cause: s
             table(bubble_rows(bubbles)),
             cause,
         ]
-    return "\n\n".join([*parts, f"tensorboard --logdir {shlex.quote(str(run_dir))}"])
+    return "\n\n".join([*parts, f"{_tensorboard()} --logdir {shlex.quote(str(run_dir))}"])
+
+
+def _tensorboard() -> str:
+    """The command that starts the TensorBoard of this Python, for a shell that need not have its folder on the PATH."""
+    beside = Path(sys.executable).with_name("tensorboard")
+    if not beside.exists():
+        return f"{shlex.quote(sys.executable)} -m tensorboard.main"
+    found = shutil.which(beside.name)
+    on_path = found is not None and Path(found).parent.resolve() == beside.parent.resolve()
+    return beside.name if on_path else shlex.quote(str(beside))
 
 
 def report(job: Job, summary: dict[str, Any], bubbles: Bubbles | None, cause: str, as_markdown: bool = False) -> str:

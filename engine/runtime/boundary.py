@@ -58,6 +58,12 @@ def _leaf(leaf: Any) -> Any:
     )
 
 
+def shapes(value: Any) -> str:
+    """The tensors of a nesting, for messages: `[8, 3] float32, [8] int64`."""
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return ", ".join(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors) or repr(value)[:80]
+
+
 class Layout:
     """Where each tensor of a message lies in its buffer. `nbytes`: the whole message."""
 

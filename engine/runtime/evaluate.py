@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.job import Job
 from engine.runtime.build import DTYPES, Wiring
-from engine.runtime.executor import Executor, Feed, Row, row_of
+from engine.runtime.executor import Executor, Feed
 from engine.runtime.losses import Loss
 from engine.runtime.microbatch import Batches, offsets, passes, sizes, take
 from engine.runtime.source import dataset, loader, pair, to_device
@@ -44,7 +44,6 @@ class Evaluation:
         self._own = job.placement.first_copies(pipeline_rank)
         self._first, self._last = 0 in self._own, job.placement.stages - 1 in self._own
         self._data: Any = None
-        self._rows: dict[int, Row] = {}
 
     def run(self, steps_done: int) -> list[dict[str, Any]]:
         """Evaluate; on the last stage's rank a list of one record (see `engine.records`), else an empty one."""
@@ -70,7 +69,8 @@ class Evaluation:
                 given, target = pair(next(data)) if self._first or self._last else (None, None)
                 given = to_device(given, self._device, dtype) if self._first else None
                 target = to_device(target, self._device, dtype) if self._last else None
-                self._executor.run(self._row(len(piece)), self._feed(piece, given, target, tally))
+                program = self._job.evaluations[len(piece)]
+                self._executor.run(program, self._feed(piece, given, target, tally))
         return tally
 
     def _feed(self, piece: list[int], given: Any, target: Any, tally: dict[str, Any]) -> Feed:
@@ -104,11 +104,6 @@ class Evaluation:
             self._data = dataset(self._job.settings.data, evaluation=True)
         count = self._batches.per_epoch
         return loader(self._job.settings.data, self._data, self._batches, self._replica, count, self._device)
-
-    def _row(self, microbatches: int) -> Row:
-        if microbatches not in self._rows:
-            self._rows[microbatches] = row_of(self._job.evaluations[microbatches], self._executor.rank)
-        return self._rows[microbatches]
 
     def _borrow(self) -> list[tuple[Tensor, Tensor]]:
         """Give every copy of a stage the buffers of replica 0's first; (buffer, its own value) pairs to restore."""

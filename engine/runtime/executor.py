@@ -34,7 +34,7 @@ from engine.plan.timeline import Kind
 from engine.runtime.boundary import Layout, Message, tensors_of
 from engine.runtime.links import ONE_WAY, Links, Pending
 from engine.runtime.overlap import Beside, LayerCall, Overlap, together
-from engine.runtime.position import here
+from engine.runtime.position import Place, here, locate
 from engine.runtime.stage import Draw, Stage
 from engine.runtime.trace import Tracer
 
@@ -50,7 +50,7 @@ class Row(NamedTuple):
     placement: Placement  # which way a micro-batch goes depends on how many there are
 
 
-def row_of(program: Program, rank: int) -> Row:
+def _row_of(program: Program, rank: int) -> Row:
     actions = program.actions(rank)
     units = [(action, next(actions)) if action.fused else (action,) for action in actions]
     flat = [action for unit in units for action in unit]
@@ -105,6 +105,7 @@ class Executor:
         self.when_idle: Callable[[], None] | None = None  # done once, when the rank next waits for a message
         self._specs, self._close, self._overlap = specs, closing, overlap
         self._messages: dict[tuple[str, int, int], Message] = {}
+        self._rows: dict[int, tuple[Program, Row]] = {}
         self._feed: Feed
         self._halves: frozenset[tuple[int, int]]
         self._closing: frozenset[tuple[int, int]]
@@ -125,8 +126,14 @@ class Executor:
             Op.STEP: lambda _, __: step(),
         }
 
-    def run(self, row: Row, feed: Feed) -> None:
-        """Execute one row. In evaluation (no graph is kept) the row holds forwards only."""
+    def run(self, program: Program, feed: Feed) -> None:
+        """Execute this rank's row of `program`. In evaluation (no graph is kept) it holds forwards only.
+
+        The executor keeps every program that it has unpacked: a run has one per number of micro-batches.
+        """
+        if id(program) not in self._rows:
+            self._rows[id(program)] = program, _row_of(program, self.rank)
+        _, row = self._rows[id(program)]
         self._feed, self._halves, self._closing, self._placement = feed, row.halves, row.closing, row.placement
         self._position = here()
         with torch.set_grad_enabled(feed.training):
@@ -143,7 +150,7 @@ class Executor:
         try:
             return self._do[action.op](action.stage, action.microbatch)
         except BaseException as error:
-            _locate(error, action)
+            locate(error, Place(action.stage, action.microbatch, str(action)))
             raise
 
     def _pair(self, first: Action, second: Action) -> None:
@@ -172,7 +179,7 @@ class Executor:
 
             span = self._forward(ahead.stage, ahead.microbatch, beside)
         except BaseException as error:
-            _locate(error, ahead, f"({ahead};{behind})OVERLAP_F_B")
+            locate(error, Place(ahead.stage, ahead.microbatch, f"({ahead};{behind})OVERLAP_F_B"))
             raise
         self._count_live(1, held)  # as if the backward had begun where the forward ended: both were alive
         return span, spans[0]
@@ -316,9 +323,3 @@ class Executor:
         if key not in self._messages:
             self._messages[key] = Message(self._specs(key[0], key[1])[producer])
         return self._messages[key]
-
-
-def _locate(error: BaseException, action: Action, shown: str | None = None) -> None:
-    """Say on the exception where it happened; the innermost place stays."""
-    if not hasattr(error, "action"):
-        error.stage, error.microbatch, error.action = action.stage, action.microbatch, shown or str(action)  # type: ignore[attr-defined]

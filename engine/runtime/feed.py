@@ -18,6 +18,7 @@ from engine.runtime.build import DTYPES
 from engine.runtime.executor import Feed
 from engine.runtime.losses import Loss
 from engine.runtime.microbatch import Batches, offsets, passes, sizes, take
+from engine.runtime.position import Place, locate
 from engine.runtime.source import dataset, loader, pair, to_device
 from engine.runtime.stage import Draw
 from engine.runtime.trace import Tracer
@@ -126,8 +127,7 @@ class Shares:
             return pair(next(self._data))
         except Exception as error:
             # It may happen in the middle of another step's action, which has nothing to do with it.
-            error.stage = error.microbatch = None  # type: ignore[attr-defined]
-            error.action = f"loading the samples of step {step}"  # type: ignore[attr-defined]
+            locate(error, Place(action=f"loading the samples of step {step}"))
             raise
 
     def counted(self, share: Share, loss: Loss) -> float:

@@ -7,8 +7,9 @@ calls an operator which draws random numbers is marked: it will be seeded before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -23,9 +24,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 
+from engine.errors import refusing, said
 from engine.job import Layer, MessageSpec
-from engine.runtime.boundary import describe
+from engine.runtime.boundary import describe, shapes
 
+_TORCHS_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
@@ -65,7 +68,7 @@ class FakeModel:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device, self._dtype, self._autocast = device, dtype, autocast
         self._draws: set[int] = set()
-        with self._mode, torch.device(device):
+        with quiet(), self._mode, torch.device(device):
             made = factories()
             self.names = [name for name, _ in made]
             built = [_built(name, factory) for name, factory in made]
@@ -79,6 +82,11 @@ class FakeModel:
     def parameters(self) -> list[int]:
         """Elements per layer."""
         return [sum(p.numel() for p in module.parameters()) for module in self.modules]
+
+    @property
+    def trainable(self) -> list[Tensor]:
+        """The (fake) parameters that require grad, in model order."""
+        return [p for module in self.modules for p in module.parameters() if p.requires_grad]
 
     def layers(self) -> tuple[Layer, ...]:
         """What the job holds of each layer. Call it after a training pass, which finds the layers that draw."""
@@ -101,7 +109,7 @@ class FakeModel:
         """
         ends = {start - 1 for start in split[1:]} | {len(self.modules) - 1}
         specs = []
-        with self._mode, torch.set_grad_enabled(training), self._autocast():
+        with quiet(), self._mode, torch.set_grad_enabled(training), self._autocast():
             value = self._batch(sample[0], rows)
             for index, module in enumerate(self.modules):
                 module.train(training)
@@ -112,14 +120,9 @@ class FakeModel:
         return tuple(specs)
 
     def _through(self, index: int, module: nn.Module, value: Any, rows: int) -> Any:
-        try:
-            with _Draws() as draws:
-                result = module(value)
-        except Exception as error:
-            raise ValueError(
-                f"layer {self.names[index]!r} fails on a micro-batch of {rows} samples (its input: {_shapes(value)}): "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        where = f"layer {self.names[index]!r} fails on a micro-batch of {rows} samples (its input: {shapes(value)})"
+        with refusing(lambda error: f"{where}: {said(error)}"), _Draws() as draws:
+            result = module(value)
         if draws.seen:
             self._draws.add(index)
         return result
@@ -127,31 +130,20 @@ class FakeModel:
     def _batch(self, sample: Any, rows: int) -> Any:
         """A fake batch of `rows` items like `sample`, collated as a DataLoader does."""
 
-        def widen(leaf: Any) -> Any:
+        def fake(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
             dtype = self._dtype if leaf.is_floating_point() else leaf.dtype
-            return torch.empty((rows, *leaf.shape[1:]), dtype=dtype, device=self._device)
+            return torch.empty(leaf.shape, dtype=dtype, device=self._device)
 
-        return pytree.tree_map(widen, default_collate([sample]))
-
-
-def _shapes(value: Any) -> str:
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    return ", ".join(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors) or repr(value)
+        return pytree.tree_map(fake, default_collate([sample] * rows))
 
 
 def _try_loss(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> None:
     """Whether the loss takes such an output and target. A loss that looks at values can only be tried for real."""
-    try:
+    complaint = f"model.loss fails on the model's output ({shapes(output)}) and the data's targets ({shapes(target)})"
+    with suppress(*_LOOKS_AT_VALUES), refusing(lambda error: f"{complaint}: {said(error)}", *_LOOKS_AT_VALUES):
         loss(output, target)
-    except _LOOKS_AT_VALUES:
-        return
-    except Exception as error:
-        raise ValueError(
-            f"model.loss fails on the model's output ({_shapes(output)}) and the data's targets ({_shapes(target)}): "
-            f"{type(error).__name__}: {error}"
-        ) from error
 
 
 def _refuse_shared(names: Sequence[str], modules: Sequence[nn.Module]) -> None:
@@ -167,10 +159,8 @@ def _refuse_shared(names: Sequence[str], modules: Sequence[nn.Module]) -> None:
 
 
 def _built(name: str, factory: Callable[[], nn.Module]) -> nn.Module:
-    try:
+    with refusing(lambda error: f"layer {name!r} cannot be built: {said(error)}"):
         module = factory()
-    except Exception as error:
-        raise ValueError(f"layer {name!r} cannot be built: {type(error).__name__}: {error}") from error
     if not isinstance(module, nn.Module):
         raise ValueError(f"the factory of layer {name!r} returned a {type(module).__name__}, not an nn.Module")
     return module
@@ -190,3 +180,17 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
                     made[tensor] = nn.Parameter(moved, tensor.requires_grad) if parameter else moved
                 table[name] = made[tensor]  # type: ignore[assignment]
     return module
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch from logging, at length, what it is about to raise: the error is reported once, by us."""
+    _TORCHS_LOG.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        _TORCHS_LOG.removeFilter(_nothing)
+
+
+def _nothing(_: logging.LogRecord) -> bool:
+    return False

@@ -4,7 +4,8 @@
     waking()    while workers run: the signal becomes one more event to wait for, so that no record is cut in half
     ignored()   while the results are written, which takes a moment and must not be left half done
 
-Handlers can only be set in the main thread; elsewhere the three do nothing.
+Handlers can only be set in the main thread; elsewhere the three do nothing. A SIGHUP that was ignored at the start
+stays so: a run that was started by `nohup` outlives its terminal.
 """
 
 from __future__ import annotations
@@ -16,19 +17,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from engine.errors import Interrupted
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Interrupted(KeyboardInterrupt):
-    """The run was asked to end. A KeyboardInterrupt, so that nothing on the way takes it for an error."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"interrupted by {signal.Signals(signum).name}")
-        self.signum = signum
-
-    @property
-    def exit_code(self) -> int:
-        return 128 + self.signum
 
 
 @contextmanager
@@ -59,8 +50,10 @@ def _handlers(handler: Callable[[int, FrameType | None], Any] | signal.Handlers)
         yield
         return
     before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    if before[signal.SIGHUP] is signal.SIG_IGN:  # as nohup leaves it
+        del before[signal.SIGHUP]
     try:
-        for signum in SIGNALS:
+        for signum in before:
             signal.signal(signum, handler)
         yield
     finally:

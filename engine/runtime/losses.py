@@ -10,7 +10,7 @@ nothing is NaN, and NaN times 0 stays NaN). Counts must add up over samples. Acc
     torch's loss classes,   asked for the sum whatever their `reduction` says, mean or sum. Counted are the scored
     loss functions          targets of a classification (with class weights: their sum), the numbers of others
     returns (sum, count)    taken as it is; where it has an attribute `count(target)`, that is asked before the
-                            forward, else it is called once more for the count, with an output of zeros
+                            forward, else it is called once more for the count, with a stand-in for the output
     returns one mean        a mean over what its `count(target)` says, else over the samples; the sum is mean * count
 
 So `reduction=sum` trains as `mean` does. For another denominator return (sum, that denominator's share).
@@ -211,7 +211,8 @@ class UserLoss(Loss):
             if output is None:
                 raise ValueError(f"{self._where}: {self._name} has no count(target), and the output is not known")
             with torch.no_grad():
-                _, count = self._call(_zeros(output, target), target)
+                device = next((t.device for t in _tensor_leaves(target)), torch.device("cpu"))
+                _, count = self._call(stand_in(output, device), target)
             if count is not None:
                 return self._number(count)
             self._mean = True
@@ -268,12 +269,14 @@ def _tensor_leaves(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _zeros(output: MessageSpec, target: Any) -> Any:
-    """A stand-in for the model's output, beside the targets."""
-    device = next((t.device for t in _tensor_leaves(target)), torch.device("cpu"))
+def stand_in(output: MessageSpec, device: torch.device) -> Any:
+    """What the model's output might be: equal numbers that add up to 1 over the last dimension, as of probabilities."""
 
-    def stand_in(leaf: Any) -> Any:
-        described = isinstance(leaf, TensorSpec)
-        return torch.zeros(leaf.shape, dtype=getattr(torch, leaf.dtype), device=device) if described else leaf
+    def make(leaf: Any) -> Any:
+        if not isinstance(leaf, TensorSpec):
+            return leaf
+        dtype = getattr(torch, leaf.dtype)
+        value = 1 / max(1, *leaf.shape[-1:]) if dtype.is_floating_point else 0
+        return torch.full(leaf.shape, value, dtype=dtype, device=device)
 
-    return pytree.tree_map(stand_in, output.template)
+    return pytree.tree_map(make, output.template)

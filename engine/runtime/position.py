@@ -1,17 +1,22 @@
-"""Where each rank is in its program, in memory that the parent can read after the rank was killed.
+"""Where each rank is in its program: on what it raises, and in memory that the parent can read after it was killed.
 
 A process that is killed cannot report where it was. So the executor writes the packed action (`Action.pack`) it begins
 into one int64 of its own; under `launch=processes` that integer lies in memory shared with the parent.
+
+An exception carries its place in its `__dict__`, which it has whatever its class is: one with a `__setattr__` of its
+own, or with attributes called `stage` or `action`, is located all the same.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import MutableSequence
+from typing import NamedTuple
 
 from engine.plan.actions import Action
 
 NOWHERE = -1
+_KEY = "engine.place"
 _own = threading.local()  # ranks may be threads of one process
 
 
@@ -31,3 +36,22 @@ def use(cell: MutableSequence[int] | memoryview) -> None:
 def decode(code: int) -> Action | None:
     """The action of a position, or None where the rank had not begun any."""
     return None if code == NOWHERE else Action.unpack(code)
+
+
+class Place(NamedTuple):
+    """Where an exception came from. What is not known is None."""
+
+    stage: int | None = None
+    microbatch: int | None = None
+    action: str | None = None  # as it prints, or what the rank did besides its program
+
+
+def locate(error: BaseException, place: Place) -> None:
+    """Say on the exception where it happened; the innermost place stays."""
+    vars(error).setdefault(_KEY, place)
+
+
+def place_of(error: BaseException) -> Place:
+    """Where the exception happened, as far as it is known."""
+    found: Place = vars(error).get(_KEY, Place())
+    return found

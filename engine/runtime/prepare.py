@@ -1,7 +1,7 @@
 """From settings to a job: everything is decided, checked and proven here, before any worker starts.
 
     model under FakeTensorMode ─> split ─┐
-    data set: length, one sample ────────┼─> micro-batch sizes that can occur ─> programs (verified) and message tables
+    data set: length, one item ──────────┼─> micro-batch sizes that can occur ─> programs (verified) and message tables
     schedule ─> placement ───────────────┘
 
 Every mistake a user can make in model, data, split or sizes is a ValueError that names the value and the remedy.
@@ -15,9 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
-from engine.job import Job
+from engine.job import Job, MessageSpec
 from engine.plan.actions import Action, Op, Placement, Program
 from engine.plan.lowering import lower
 from engine.plan.partition import manual, partition
@@ -31,9 +30,10 @@ from engine.runtime.losses import Loss, make_loss
 from engine.runtime.microbatch import Batches, passes, sizes
 from engine.runtime.overlap import make_overlap
 from engine.runtime.reduction import grouped
-from engine.runtime.source import dataset, pair
+from engine.runtime.source import dataset
+from engine.runtime.trials import Sample, length_of, sample_of, try_loss, try_update
 from engine.settings import Settings
-from engine.targets import build, locate, prepare_import_path
+from engine.targets import locate, prepare_import_path
 
 
 def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
@@ -44,19 +44,22 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
     verify(compute, SCHEDULES[compute.name].ascending)
     settings = replace(settings, model=sized_model(settings.model, compute.placement))
     _check_batch(settings)
-    loss = _check_parts(settings)
-    data, held_out = dataset(settings.data, evaluation=False), dataset(settings.data, evaluation=True)
-    samples, eval_samples = _length(data, "data"), 0 if held_out is None else _length(held_out, "data.evaluation")
-    _check_samples(settings, samples)
+    make_overlap(settings.model.get("overlap"))
+    loss = make_loss(settings.model.get("loss") or {})
+    lengths, items = _measure_data(settings)
     device, dtype = torch.device(settings.device), DTYPES[settings.precision]
     model = FakeModel(lambda: model_layers(settings.model), device, dtype, autocast_of(settings.precision, device))
     split = choose_split(settings, model, compute.placement.stages)
-    pieces = {"train": _training_pieces(settings, samples), "eval": _evaluation_pieces(settings, eval_samples)}
+    pieces = {
+        "train": _training_pieces(settings, lengths["train"]),
+        "eval": _evaluation_pieces(settings, lengths["eval"]),
+    }
     boundaries = {
-        (mode, rows): model.boundaries(_sample(source), rows, split, mode == "train", loss)
-        for mode, source in (("train", data), ("eval", held_out))
+        (mode, rows): model.boundaries(item, rows, split, mode == "train", loss)
+        for mode, item in items.items()
         for rows in sorted({rows for piece in pieces[mode] for rows in piece})
     }
+    _try_parts(settings, model, loss, lengths, items, boundaries)
     training = {len(piece): compute_program(settings, len(piece)) for piece in pieces["train"]}
     forward = {len(piece): evaluation(compute.placement, len(piece)) for piece in pieces["eval"]}
     reduce = settings.data_parallel.replicas * compute.placement.copies > 1
@@ -66,8 +69,8 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
         placement=compute.placement,
         layers=model.layers(),
         split=split,
-        train_samples=samples,
-        eval_samples=eval_samples,
+        train_samples=lengths["train"],
+        eval_samples=lengths["eval"],
         compute=compute,
         steps={0: _idle(compute.placement, reduce)} | _lowered(training, reduce=reduce, step=True),
         passes=_lowered(training, reduce=False, step=False) if again else {},
@@ -193,54 +196,39 @@ def _check_batch(settings: Settings) -> None:
         )
 
 
-def _check_parts(settings: Settings) -> Loss:
-    """Loss, optimizer and scheduler can be built and used: tried on one parameter, so that no worker finds out."""
-    make_overlap(settings.model.get("overlap"))
-    loss = make_loss(settings.model.get("loss") or {})
-    optimizer = build(settings.optimizer, [nn.Parameter(torch.zeros(1))], where="optimizer")
-    if settings.lr_scheduler and settings.lr_scheduler.get("_target_"):
-        _try_scheduler(settings.lr_scheduler, optimizer)
-    return loss
-
-
-def _try_scheduler(config: Mapping[str, Any], optimizer: Any) -> None:
-    """Build it and take one step: torch's classes look at some of their arguments only then."""
-    scheduler = build(config, optimizer, where="lr_scheduler")
-    optimizer.step()
-    try:
-        scheduler.step()
-    except Exception as error:
-        given = ", ".join(f"{key}={value}" for key, value in config.items() if key != "_target_")
-        raise ValueError(
-            f"lr_scheduler._target_={config['_target_']} with {given} fails in its first step: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-
-def _length(data: Any, where: str) -> int:
-    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-        raise ValueError(
-            f"{where} gives a {type(data).__name__}; a map-style data set is needed (__len__, __getitem__)"
-        )
-    if len(data) == 0:
-        raise ValueError(f"{where} gives a data set without samples")
-    return len(data)
-
-
-def _check_samples(settings: Settings, samples: int) -> None:
-    replicas = settings.data_parallel.replicas
+def _measure_data(settings: Settings) -> tuple[dict[str, int], dict[str, Sample]]:
+    """Length and first item of the training data ("train") and of the held-out data ("eval": 0 and none without)."""
+    lengths, items = {"train": 0, "eval": 0}, {}
+    for mode, where in (("train", "data"), ("eval", "data.evaluation")):
+        source = dataset(settings.data, evaluation=mode == "eval")
+        if source is not None:
+            lengths[mode] = length_of(source, where)
+            items[mode] = sample_of(source, where)
+    samples, replicas = lengths["train"], settings.data_parallel.replicas
     if samples < replicas:
         raise ValueError(
             f"data has {samples} samples for data_parallel.replicas={replicas}; use at most {samples} replicas"
         )
+    return lengths, items
 
 
-def _sample(data: Any) -> tuple[Any, Any]:
-    """The first item of a data set."""
-    try:
-        return pair(data[0])
-    except Exception as error:
-        raise ValueError(f"item 0 of the data set cannot be used: {type(error).__name__}: {error}") from error
+def _try_parts(
+    settings: Settings,
+    model: FakeModel,
+    loss: Loss,
+    lengths: Mapping[str, int],
+    items: Mapping[str, Sample],
+    boundaries: Mapping[tuple[str, int], tuple[MessageSpec, ...]],
+) -> None:
+    """What fake tensors do not show: losses that look at values, optimizers that need more than gradients."""
+    if settings.device == "cpu":
+        autocast = autocast_of(settings.precision, torch.device("cpu"))
+        for mode, (_, target) in items.items():
+            smallest = min(rows for each, rows in boundaries if each == mode)
+            try_loss(loss, boundaries[mode, smallest][-1], target, DTYPES[settings.precision], autocast)
+    train = settings.train
+    batches = Batches(lengths["train"], train.global_batch_size, settings.data_parallel.replicas, 0, shuffle=False)
+    try_update(settings, model.trainable, batches.steps(train.steps, train.epochs))
 
 
 def _training_pieces(settings: Settings, samples: int) -> list[list[int]]:

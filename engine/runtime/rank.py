@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from engine.errors import message_of, printable
 from engine.job import Job
 from engine.records import encode
 from engine.runtime.environment import cores
+from engine.runtime.position import place_of
 from engine.runtime.transport import PeerError, Transport
 
 Post = Callable[[bytes], None]
@@ -54,27 +56,15 @@ def error_record(rank: int, error: BaseException) -> bytes:
     peer = isinstance(error, PeerError)
     meta = {
         "rank": rank,
-        "stage": getattr(error, "stage", None),
-        "microbatch": getattr(error, "microbatch", None),
-        "action": getattr(error, "action", None),
+        **place_of(error)._asdict(),
         "own": not peer,
         "peer": error.peer if isinstance(error, PeerError) else None,
         "type": type(error).__name__,
-        "message": _printable(str(error)) or "(no message)",
-        "traceback": _printable("".join(traceback.format_exception(error))),
+        "message": message_of(error),
+        "traceback": printable("".join(traceback.format_exception(error))),
         "time_ns": time.monotonic_ns(),
     }
     return encode("error", meta)
-
-
-def _printable(text: str, most: int = 20_000) -> str:
-    """Text that can be written anywhere: lone surrogates spelt out, and not without end."""
-    text = text.encode(errors="backslashreplace").decode()
-    return (
-        text
-        if len(text) <= most
-        else f"{text[: most // 2]} [... {len(text) - most} characters ...] {text[-most // 2 :]}"
-    )
 
 
 def threads_per_worker(job: Job) -> int:
@@ -110,7 +100,7 @@ class PostLog(logging.Handler):
             "rank": self._rank,
             "level": record.levelno,
             "logger": record.name,
-            "message": _printable(self.format(record)),
+            "message": printable(self.format(record)),
         }
         with contextlib.suppress(OSError):  # the parent is gone, and soon this process
             self._post(encode("log", meta))

@@ -23,7 +23,7 @@ from engine.plan.timeline import Kind
 from engine.records import encode
 from engine.runtime.build import Wiring, build_optimizer, build_stages, device_of, norms_of
 from engine.runtime.evaluate import Evaluation
-from engine.runtime.executor import Executor, Row, row_of
+from engine.runtime.executor import Executor
 from engine.runtime.feed import Count, Share, Shares
 from engine.runtime.links import Links
 from engine.runtime.losses import make_loss
@@ -76,7 +76,6 @@ class Worker:
         )  # fmt: skip
         self.shares = Shares(job, rank, self.device, self.tracer, self._legal)
         self.evaluation = Evaluation(job, rank, self.device, self.executor, self.stages, self.wiring, self.loss)
-        self._rows: dict[tuple[str, int], Row] = {}
         self._unsent: tuple[dict[str, Any], Traced] | None = None
         self._norm: float | None = None
         self._local_norm = 0.0
@@ -128,9 +127,9 @@ class Worker:
         feeds = share.feeds(step, self.replica, self.loss, count)
         self.executor.when_idle = lambda: self._meanwhile(step)
         for feed in feeds[:-1]:
-            self.executor.run(self._row("pass", len(feed.sizes)), feed)
+            self.executor.run(self.job.passes[len(feed.sizes)], feed)
         last = feeds[-1] if feeds else Share(None, None, [[]]).feeds(step, self.replica, self.loss, count)[0]
-        self.executor.run(self._row("step", len(last.sizes)), last)
+        self.executor.run(self.job.steps[len(last.sizes)], last)
         losses = [float(value) for feed in feeds for _, value in sorted(feed.losses.items())]
         traced = self.tracer.finish()
         self._flush()  # of the step before, where this one never waited
@@ -165,13 +164,6 @@ class Worker:
             self.post(encode("step", record, {"spans": traced.spans, "pairs": traced.pairs}))
 
     # -- what the executor asks for --------------------------------------------------------------------------------
-
-    def _row(self, kind: str, microbatches: int) -> Row:
-        """This rank's row of the program for so many micro-batches, unpacked once."""
-        if (kind, microbatches) not in self._rows:
-            programs = self.job.steps if kind == "step" else self.job.passes
-            self._rows[kind, microbatches] = row_of(programs[microbatches], self.rank)
-        return self._rows[kind, microbatches]
 
     def _legal(self, microbatches: int) -> int:
         """The largest number of micro-batches, at most so many, for which there is a program."""
