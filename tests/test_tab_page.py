@@ -250,6 +250,10 @@ def test_two_runs_are_compared_on_one_axis(page: Page) -> None:
     shown(page, 1, "gpipe", 1)
     scales = page.value("pipeline.panels.map((panel) => panel.layout().perNs)")
     assert len(scales) == 2 and scales[0] == pytest.approx(scales[1])
+    figures = page.value(
+        "[...document.querySelectorAll('.fall')].map((svg) => [...svg.querySelectorAll('text')].length)"
+    )
+    assert figures == [2 * 10, 3 * 10]  # the second also says by how much each bar differs
     press(page, "[data-do=compare]")
     page.until("document.querySelectorAll('section').length === 1")
 

@@ -28,12 +28,14 @@ export class CanvasPainter {
     this.pen.strokeRect(x, y, width, height);
   }
 
-  line(points, stroke, thickness, dash = []) {
+  /** From one [x, y] to another. */
+  line(from, to, stroke, thickness, dash = []) {
     this.pen.strokeStyle = stroke;
     this.pen.lineWidth = thickness;
     this.pen.setLineDash(dash);
     this.pen.beginPath();
-    points.forEach(([x, y], i) => (i ? this.pen.lineTo(x, y) : this.pen.moveTo(x, y)));
+    this.pen.moveTo(...from);
+    this.pen.lineTo(...to);
     this.pen.stroke();
     this.pen.setLineDash([]);
   }
@@ -74,10 +76,11 @@ export class SvgPainter {
     this.marks.push(`<rect ${box(x, y, width, height)} fill="none" stroke="${stroke}" stroke-width="${thickness}"/>`);
   }
 
-  line(points, stroke, thickness, dash = []) {
-    const path = points.map(([x, y]) => `${short(x)},${short(y)}`).join(" ");
+  line(from, to, stroke, thickness, dash = []) {
+    const [[x1, y1], [x2, y2]] = [from.map(short), to.map(short)];
     const dashes = dash.length ? ` stroke-dasharray="${dash.join(" ")}"` : "";
-    this.marks.push(`<polyline points="${path}" fill="none" stroke="${stroke}" stroke-width="${thickness}"${dashes}/>`);
+    const place = `x1="${x1}" y1="${y1}" x2="${x2}" y2="${y2}"`;
+    this.marks.push(`<line ${place} stroke="${stroke}" stroke-width="${thickness}"${dashes}/>`);
   }
 
   text(x, y, said, size, fill, anchor = "left") {

@@ -121,7 +121,7 @@ export class Panel {
     facts.push(`step ${ms(step.time)}`, `bubble ${share(step.bubble, 1)}`);
     if (step.uncertainty) facts.push(`clocks within ${ms(step.uncertainty)}`);
     this.part(".facts").textContent = facts.join(" · ");
-    const wide = Math.min(560, Math.max(400, this.root.clientWidth * 0.4));
+    const wide = Math.min(560, Math.max(400, this.root.clientWidth * 0.36));
     this.part(".fall").innerHTML = step.waterfall.length ? waterfall(step, page.theme, wide, page.against(this)) : "";
     this.part(".table").innerHTML = rankTable(step, page.theme);
   }

@@ -63,6 +63,7 @@ export class Layout {
 export function drawTimeline(painter, layout, theme, options, marks = {}) {
   const { step, right, width, height } = layout;
   painter.rect(0, 0, width, height, theme.paper);
+  painter.clip(LABELS, 0, right - LABELS, height, () => windows(painter, layout, theme));
   axis(painter, layout, theme);
   for (let row = 0; row < step.world; row++) rowLabel(painter, layout, theme, row, marks.moment);
   painter.clip(LABELS, 0, right - LABELS, height, () => {
@@ -78,20 +79,20 @@ export function drawTimeline(painter, layout, theme, options, marks = {}) {
   });
 }
 
+/** What of each row is this rank's step; what comes before belongs to the step before. */
+function windows(painter, layout, theme) {
+  layout.step.windows.forEach(([begin, end], row) => {
+    const [left, right] = [layout.x(begin), layout.x(end)];
+    painter.rect(left, layout.y(row), right - left, layout.row, theme.idle);
+  });
+}
+
 function axis(painter, layout, theme) {
   const { sight, right, top, bottom } = layout;
-  painter.rect(LABELS, top, right - LABELS, bottom - top, theme.idle);
   const step = roundStep((sight.to - sight.from) / Math.max(2, (right - LABELS) / 90));
   for (let tick = Math.ceil(sight.from / step) * step; tick <= sight.to; tick += step) {
     const x = layout.x(tick);
-    painter.line(
-      [
-        [x, top],
-        [x, bottom + 4],
-      ],
-      theme.grid,
-      1,
-    );
+    painter.line([x, top], [x, bottom + 4], theme.grid, 1);
     painter.text(x, bottom + 14, milliseconds(tick, step), 11, theme.quiet, "middle");
   }
   painter.text(LABELS - 10, bottom + 14, "ms", 11, theme.quiet, "right");
@@ -189,20 +190,12 @@ function criticalPath(painter, layout, theme) {
   rank.forEach((row, i) => {
     const { y, height } = layout.block(row);
     const [left, right, middle] = [layout.x(start[i]), layout.x(end[i]), y + height / 2];
-    if (before && before[1] !== middle) painter.line([before, [left, middle]], theme.critical, CRITICAL, [4, 3]);
+    if (before && before[1] !== middle) painter.line(before, [left, middle], theme.critical, CRITICAL, [4, 3]);
     before = [right, middle];
     if (right < LABELS || left > layout.right) return;
     if (span[i] >= 0 && layout.step.isCompute(span[i])) {
       painter.frame(left + 1, y + 1, Math.max(1, right - left - 3), height - 2, theme.critical, CRITICAL);
-    } else
-      painter.line(
-        [
-          [left, middle],
-          [right, middle],
-        ],
-        theme.critical,
-        CRITICAL,
-      );
+    } else painter.line([left, middle], [right, middle], theme.critical, CRITICAL);
   });
 }
 
@@ -220,14 +213,7 @@ function messages(painter, layout, theme, span) {
   painter.frame(left, y, Math.max(2, layout.x(end[span]) - left), height, theme.ink, 2);
   const middle = (i) => layout.block(rank[i]).y + layout.block(rank[i]).height / 2;
   const arrow = (from, to) => {
-    painter.line(
-      [
-        [layout.x(start[from]), middle(from)],
-        [layout.x(start[to]), middle(to)],
-      ],
-      theme.ink,
-      1.5,
-    );
+    painter.line([layout.x(start[from]), middle(from)], [layout.x(start[to]), middle(to)], theme.ink, 1.5);
     painter.rect(layout.x(start[to]) - 2.5, middle(to) - 2.5, 5, 5, theme.ink);
   };
   const wait = step.waitOf.get(span) ?? -1;
@@ -238,12 +224,5 @@ function messages(painter, layout, theme, span) {
 function playhead(painter, layout, theme, moment) {
   const x = layout.x(moment);
   painter.rect(x, layout.top, Math.max(0, layout.right - x), layout.bottom - layout.top, theme.paper, 0.72);
-  painter.line(
-    [
-      [x, layout.top - 4],
-      [x, layout.bottom + 4],
-    ],
-    theme.accent,
-    1.5,
-  );
+  painter.line([x, layout.top - 4], [x, layout.bottom + 4], theme.accent, 1.5);
 }
