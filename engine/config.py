@@ -35,6 +35,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("train", "plan"),
     "launch": ("processes", "threads"),
     "device": ("auto", "cpu", "cuda"),
+    "transport": ("auto", "shared_memory", "gloo"),
     "precision": ("fp32", "bf16", "fp64"),
     "recompute": ("none",),
 }

@@ -65,6 +65,7 @@ class Settings:
     precision: str = "fp32"
     threads_per_worker: int | None = None  # null: OMP_NUM_THREADS, else cores / workers, at least 1
     timeout_s: float = 600.0
+    transport: str = "auto"  # between CPU processes; auto: shared memory on one Linux host, else gloo
     recompute: str = "none"
     schedule: dict[str, Any] = field(default_factory=dict)  # name, chunks, options of the schedule
     model: dict[str, Any] = field(default_factory=dict)  # _target_, its keywords, loss: {_target_: ...}, split

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.runtime.boundary import Header, Layout, Message, describe, tensors_of
+from engine.runtime.boundary import Header, Layout, Message, Packet, describe, tensors_of
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -19,7 +19,7 @@ DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool, torch.comp
 
 def sent(layout: Layout, tensors: Sequence[torch.Tensor | None], header: Header) -> torch.Tensor:
     """The bytes of a message, from a packet that has been used before."""
-    packet = layout.packet(CPU)
+    packet = Packet(layout, torch.empty(layout.nbytes, dtype=torch.uint8))
     packet.buffer.fill_(255)
     packet.fill([None] * len(tensors), Header(9, 9, 9))
     packet.fill(tensors, header)

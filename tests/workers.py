@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from engine.runtime.transport import Edge, Transport
 from engine.runtime.transport.gloo import GlooTransport
+from engine.runtime.transport.shared import SharedMemoryTransport
 from engine.runtime.transport.threads import ThreadHub
 
 T = TypeVar("T")
@@ -36,7 +37,13 @@ def over_gloo(world: int, main: Callable[[Transport], T], timeout_s: float = 20.
     return _run(world, main, lambda rank: GlooTransport(rank, world, store, timeout_s))
 
 
-RUNS: dict[str, Run] = {"threads": over_threads, "gloo": over_gloo}
+def over_shared(world: int, main: Callable[[Transport], T], timeout_s: float = 20.0) -> list[T]:
+    """The same through shared memory; every transport is closed at the end."""
+    store = dist.HashStore()
+    return _run(world, main, lambda rank: SharedMemoryTransport(rank, world, store, timeout_s))
+
+
+RUNS: dict[str, Run] = {"threads": over_threads, "gloo": over_gloo, "shared": over_shared}
 
 
 def _run(world: int, main: Callable[[Transport], T], transport: Callable[[int], Transport]) -> list[T]:

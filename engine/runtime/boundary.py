@@ -87,10 +87,6 @@ class Layout:
         whole = torch.empty(0, dtype=dtype, device=buffer.device)
         return whole.set_(buffer.untyped_storage(), start, self.tensors[index].shape, tuple(strides))
 
-    def packet(self, device: torch.device) -> Packet:
-        """A message to be filled and sent, over and over."""
-        return Packet(self, device)
-
     def unpack(self, buffer: Tensor, stage: int, microbatch: int) -> tuple[list[Tensor | None], int]:
         """The tensors over `buffer` (no copy) and the sender's acknowledged count.
 
@@ -115,13 +111,14 @@ class Layout:
 
 
 class Packet:
-    """An outgoing message: its buffer (uint8, `layout.nbytes`), and views of the header and of each tensor's place."""
+    """A message to be filled and sent, over and over: its buffer (uint8, `layout.nbytes`), and views of the header and
+    of each tensor's place."""
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: Layout, buffer: Tensor) -> None:
         self.layout = layout
-        self.buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        self.buffer = buffer
         self._places = [layout.over(self.buffer, i, strides) for i, strides in enumerate(layout.strides)]
-        self._header = _header_of(self.buffer, layout.header_bytes) if device.type == "cpu" else None
+        self._header = _header_of(buffer, layout.header_bytes) if buffer.device.type == "cpu" else None
 
     def fill(self, tensors: Sequence[Tensor | None], header: Header) -> None:
         """Copy the tensors in and write the header; None: absent (on a GPU, where no header is read: zeros)."""

@@ -48,7 +48,7 @@ class _Outgoing:
 
     def packet(self, layout: Layout, device: torch.device) -> Packet:
         spare = self._spare.get(layout)
-        return spare.pop() if spare else layout.packet(device)
+        return spare.pop() if spare else Packet(layout, self.channel.empty(layout.nbytes, device))
 
     def send(self, layout: Layout, packet: Packet) -> None:
         while self._under_way and self._under_way[0][0].done():

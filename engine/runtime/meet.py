@@ -11,6 +11,9 @@ from engine.job import Job
 from engine.runtime.environment import one_host
 from engine.runtime.transport import Transport
 from engine.runtime.transport.gloo import GlooTransport
+from engine.runtime.transport.shared import SharedMemoryTransport
+from engine.runtime.transport.shared import available as shared_memory_available
+from engine.settings import Settings
 
 
 def client(address: tuple[str, int], timeout_s: float) -> Store:
@@ -19,13 +22,33 @@ def client(address: tuple[str, int], timeout_s: float) -> Store:
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
+def transport_of(settings: Settings) -> str:
+    """The transport between CPU processes that `transport` asks for. ValueError where it is not to be had here."""
+    why = None
+    if settings.launch == "threads":
+        why = "with launch=threads, whose ranks share one process"
+    elif settings.device == "cuda":
+        why = "between GPUs, which use NCCL"
+    elif not one_host():
+        why = "between hosts"
+    elif not shared_memory_available():
+        why = "on this system (it needs Linux with memfd_create and eventfd)"
+    if settings.transport == "auto":
+        return "gloo" if why else "shared_memory"
+    if settings.transport == "shared_memory" and why:
+        raise ValueError(f"transport=shared_memory cannot be used {why}; use transport=auto")
+    return settings.transport
+
+
 def connect(job: Job, rank: int, store: Store) -> Transport:
-    """The transport of a world rank: NCCL between GPUs, else gloo, on loopback where all ranks are on one host."""
+    """The transport of a world rank: NCCL between GPUs; between CPUs shared memory on one host, else gloo."""
     timeout_s = job.settings.timeout_s
     if job.settings.device == "cuda":
         from engine.runtime.build import device_of
         from engine.runtime.transport.nccl import NcclTransport  # builds of torch for CPUs have no NCCL
 
         return NcclTransport(rank, job.world, store, timeout_s, device_of(job, rank))
+    if transport_of(job.settings) == "shared_memory":
+        return SharedMemoryTransport(rank, job.world, store, timeout_s)
     interface = None if one_host() else os.environ.get("GLOO_SOCKET_IFNAME", "")
     return GlooTransport(rank, job.world, store, timeout_s, interface)

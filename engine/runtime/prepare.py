@@ -27,6 +27,7 @@ from engine.plan.verify import verify
 from engine.runtime.build import DTYPES, autocast_of, model_layers
 from engine.runtime.inspect import FakeModel
 from engine.runtime.losses import Loss, make_loss
+from engine.runtime.meet import transport_of
 from engine.runtime.microbatch import Batches, passes, sizes
 from engine.runtime.overlap import make_overlap
 from engine.runtime.reduction import grouped
@@ -40,6 +41,7 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
     """The job that `settings` describe. Raises ValueError for every mistake found; starts nothing."""
     prepare_import_path(start_dir)
     settings = grouped(replace(settings, device=resolve_device(settings)))
+    transport_of(settings)
     compute = compute_program(settings, settings.pipeline.microbatches)
     verify(compute, SCHEDULES[compute.name].ascending)
     settings = replace(settings, model=sized_model(settings.model, compute.placement))

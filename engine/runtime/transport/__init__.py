@@ -59,6 +59,9 @@ class Channel(Protocol):
 
     def irecv(self, tensor: Tensor) -> Work: ...
 
+    def empty(self, nbytes: int, device: torch.device) -> Tensor:
+        """Memory (uint8) that `isend` may find cheaper to send than any other: to be filled again once that is done."""
+
 
 class Transport(Protocol):
     """A rank's ends of all channels. `device`: where a tensor that nothing else places should live."""

@@ -161,6 +161,9 @@ class C10dChannel:
     def irecv(self, tensor: Tensor) -> Work:
         return self._post(tensor, "receive", self.group.recv, SENDER)
 
+    def empty(self, nbytes: int, device: torch.device) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
     def _post(self, tensor: Tensor, kind: str, call: Callable[..., Any], other: int) -> Work:
         data = as_bytes(tensor, self.edge)
         nbytes = data.numel()

@@ -85,6 +85,9 @@ class _ThreadChannel:
     def irecv(self, tensor: Tensor) -> Work:
         return self._queues.post("receive", tensor)
 
+    def empty(self, nbytes: int, device: torch.device) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
 
 class ThreadTransport:
     """One rank's ends. Built by `ThreadHub.transport`."""

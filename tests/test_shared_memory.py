@@ -1,0 +1,184 @@
+"""Shared memory: what is particular to it. What it has in common with other transports is in test_transport.py."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from workers import over_shared, pair
+
+from engine.runtime import meet
+from engine.runtime.transport import Edge, PeerTimeout, Transport
+from engine.runtime.transport.segments import LEAST_BYTES, MOST_BYTES, Mapped, Segments, size_of
+from engine.runtime.transport.shared import SharedMemoryTransport, available
+from engine.settings import Settings
+
+pytestmark = pytest.mark.skipif(not available(), reason="needs Linux with memfd_create and eventfd")
+
+
+class Both:
+    """Both sides of a channel's memory in one process."""
+
+    def __init__(self) -> None:
+        self.mapped = Mapped()
+        self.sent = Segments(lambda fd, nbytes: self.mapped.add(os.dup(fd), nbytes))
+
+
+@given(st.lists(st.integers(0, 3 * LEAST_BYTES), min_size=1, max_size=40))
+def test_slots_are_seen_by_both_sides_and_never_overlap(sizes: list[int]) -> None:
+    both = Both()
+    slots = [(nbytes, both.sent.slot(nbytes)) for nbytes in sizes]
+    for value, (_, slot) in enumerate(slots):
+        slot.memory.fill_(value)
+    for value, (nbytes, slot) in enumerate(slots):
+        assert slot.memory.numel() == size_of(nbytes) >= nbytes
+        assert (both.mapped.view(slot.segment, slot.offset, nbytes) == value).all()
+    assert len(both.mapped) <= 3 * (1 + len(sizes).bit_length())  # few segments however many slots
+
+
+def test_a_slot_given_back_is_the_next_one() -> None:
+    both = Both()
+    first = both.sent.slot(100)
+    both.sent.give_back(first)
+    assert both.sent.slot(LEAST_BYTES) is first and len(both.mapped) == 1
+
+
+def test_large_slots_have_a_segment_each() -> None:
+    both = Both()
+    for count in range(1, 4):
+        both.sent.slot(MOST_BYTES)  # never touched: takes no memory
+        assert len(both.mapped) == count
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(-1, 1), (0, LEAST_BYTES + 1), (LEAST_BYTES, 1)])
+def test_a_peer_cannot_point_outside_of_what_it_shared(offset: int, nbytes: int) -> None:
+    both = Both()
+    both.sent.slot(1)
+    with pytest.raises(ValueError, match=rf"{nbytes} bytes at {offset} of a segment of {LEAST_BYTES}"):
+        both.mapped.view(0, offset, nbytes)
+
+
+def test_a_segment_of_another_size_than_announced_is_refused() -> None:
+    fd = os.memfd_create("x")
+    os.ftruncate(fd, 10)
+    with pytest.raises(ValueError, match="a segment of 10 bytes, announced as 20"):
+        Mapped().add(fd, 20)
+    with pytest.raises(OSError):
+        os.fstat(fd)
+
+
+def test_the_receiver_cannot_shrink_what_it_was_handed() -> None:
+    handed: list[int] = []
+    Segments(lambda fd, _: handed.append(os.dup(fd))).slot(1)
+    with pytest.raises(PermissionError):
+        os.ftruncate(handed[0], 0)
+    os.close(handed[0])
+
+
+@pytest.mark.parametrize("length", [5, 3], ids=["buffer longer", "buffer shorter"])
+def test_a_size_that_differs_is_named_and_nothing_is_filled(length: int) -> None:
+    buffer = torch.full((length,), 9.0)
+
+    def main(transport: Transport) -> None:
+        out, inn = pair(transport)
+        if transport.rank == 0:
+            out.isend(torch.zeros(4))
+        else:
+            inn.irecv(buffer).wait()
+
+    with pytest.raises(ValueError, match=rf"label='F'.*rank 0 sends 16 bytes, rank 1 receives {4 * length}"):
+        over_shared(2, main)
+    assert (buffer == 9).all()
+
+
+def test_a_packet_is_done_with_when_it_was_taken_and_not_before() -> None:
+    """And whoever waits for that fills its own posted receives meanwhile, or two such would wait for ever."""
+
+    def main(transport: Transport) -> list[float]:
+        out, inn = pair(transport)
+        memory = out.empty(4, torch.device("cpu"))
+        memory.copy_(torch.full((4,), transport.rank + 1, dtype=torch.uint8))
+        send = out.isend(memory)
+        early = send.done()
+        buffer = torch.zeros(4, dtype=torch.uint8)
+        receive = inn.irecv(buffer)
+        send.wait()
+        assert send.done()
+        receive.wait()
+        return [float(early and not send.done()), *buffer.tolist()]
+
+    assert over_shared(2, main) == [[0.0, 2, 2, 2, 2], [0.0, 1, 1, 1, 1]]
+
+
+def test_sends_reuse_their_slots() -> None:
+    def main(transport: Transport) -> int:
+        out, inn = pair(transport)
+        buffer = torch.zeros(5000, dtype=torch.uint8)
+        for _ in range(50):
+            out.isend(torch.ones(5000, dtype=torch.uint8))
+            inn.irecv(buffer).wait()
+        return len(inn._mapped)
+
+    assert max(over_shared(2, main)) <= 2
+
+
+def descriptors() -> int:
+    """Open in this process."""
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_no_descriptor_is_left_open() -> None:
+    def main(transport: Transport) -> None:
+        out, inn = pair(transport)
+        sends = [out.isend(torch.ones(10**k)) for k in range(6)]
+        for k in range(6):
+            inn.irecv(torch.zeros(10**k)).wait()
+        for send in sends:
+            send.wait()
+
+    over_shared(2, main)
+    before = descriptors()
+    for _ in range(3):
+        over_shared(2, main)
+    assert descriptors() <= before
+
+
+def test_connecting_is_limited_in_time_on_both_sides() -> None:
+    from torch.distributed import HashStore
+
+    for edge, peer in ((Edge(0, 1, "F"), 1), (Edge(1, 0, "B"), 1)):
+        transport = SharedMemoryTransport(0, 2, HashStore(), timeout_s=0.3)
+        with pytest.raises(PeerTimeout, match=r"connecting Edge\(.*peer 1: nothing for 0.3 s") as caught:
+            transport.open([edge])
+        assert caught.value.peer == peer
+
+
+def test_a_stranger_is_not_taken_for_a_peer() -> None:
+    def main(transport: Transport) -> None:
+        transport.open([Edge(0, 1, "F")] if transport.rank == 0 else [Edge(0, 1, "G")])
+
+    with pytest.raises(ValueError, match=r"a peer opens 0 1 F, which is none of .*label='G'"):
+        over_shared(2, main, timeout_s=2)
+
+
+def test_the_transport_that_a_run_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = Settings(device="cpu")
+    assert meet.transport_of(base) == "shared_memory"
+    assert meet.transport_of(replace(base, transport="gloo")) == "gloo"
+    for changed, why in ((replace(base, launch="threads"), "launch=threads"), (replace(base, device="cuda"), "GPUs")):
+        assert meet.transport_of(changed) == "gloo"
+        with pytest.raises(ValueError, match=f"transport=shared_memory.*{why}.*use transport=auto"):
+            meet.transport_of(replace(changed, transport="shared_memory"))
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "x")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert meet.transport_of(base) == "gloo"
+    with pytest.raises(ValueError, match="between hosts"):
+        meet.transport_of(replace(base, transport="shared_memory"))
