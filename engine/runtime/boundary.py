@@ -81,9 +81,9 @@ class Layout:
         self.nbytes = end
 
     def over(self, buffer: Tensor, index: int, strides: Sequence[int]) -> Tensor:
-        """The index-th tensor over its part of a message's buffer."""
+        """The index-th tensor over its part of a message's buffer, which may itself be a part of something larger."""
         dtype = self.dtypes[index]
-        start = self.at[index] // dtype.itemsize
+        start = (buffer.storage_offset() + self.at[index]) // dtype.itemsize
         whole = torch.empty(0, dtype=dtype, device=buffer.device)
         return whole.set_(buffer.untyped_storage(), start, self.tensors[index].shape, tuple(strides))
 
