@@ -151,21 +151,25 @@ def test_a_series_of_somebody_else_is_listed_without_figures(about: bytes) -> No
     assert json.loads(content)["runs"] == [{"name": "run", "steps": [{"step": 0, "seconds": 0.0, "bubble": None}]}]
 
 
+def document(**changes: Any) -> str:
+    """The least that a trace can be made of."""
+    spans = {"rank": [0], "kind": [0], "stage": [0], "microbatch": [0], "start": [2], "length": [3]}
+    return json.dumps(
+        {"ranks": 1, "windows": [[0, 9]], "pairs": [], "spans": spans | changes.pop("spans", {})} | changes
+    )
+
+
 @pytest.mark.parametrize(
-    "document",
+    "text",
     [
-        "",
-        "[]",
-        "{}",
-        "null",
-        '{"spans": {}}',
-        '{"spans": {"rank": [1]}}',
-        '{"spans": {"rank": ["x"]}}',
-        '{"spans": 3, "ranks": 1}',
+        "", "[]", "{}", "null", '{"spans": {}}', '{"spans": 3, "ranks": 1}', document(ranks=0), document(ranks="x"),
+        document(windows=[]), document(windows=[[1]]), document(pairs=[[0, 1]]), document(pairs=[[-1, 0]]),
+        document(spans={"rank": [1]}), document(spans={"rank": ["x"]}), document(spans={"kind": [99]}),
+        document(spans={"start": [1, 2]}), document(spans={"start": 2}), document(spans={"length": [1e400]}),
     ],
-)
-def test_a_document_that_is_none_gives_no_trace(document: str) -> None:
-    assert asked(Provider(packed(document)), "/trace", "run=run&step=0")[0].startswith("400")
+)  # fmt: skip
+def test_a_document_that_is_none_gives_no_trace(text: str) -> None:
+    assert asked(Provider(packed(text)), "/trace", "run=run&step=0")[0].startswith("400")
 
 
 @pytest.mark.parametrize("content", [b"not packed", b"", packed("{}")[:12]])
@@ -174,11 +178,9 @@ def test_what_is_not_packed_gives_no_trace(content: bytes) -> None:
 
 
 def test_a_trace_of_a_document_is_the_trace_of_its_timeline() -> None:
-    text = json.dumps({
-        "ranks": 1, "windows": [[0, 9]],
-        "spans": {"rank": [0], "kind": [0], "stage": [0], "microbatch": [0], "start": [2], "length": [3]},
-    })  # fmt: skip
-    assert asked(Provider(packed(text)), "/trace", "run=run&step=0")[1].decode() == trace_of(*timeline_of(text))
+    content = asked(Provider(packed(document())), "/trace", "run=run&step=0")[1]
+    assert content.decode() == trace_of(*timeline_of(document()))
+    assert '"name":"0F0"' in content.decode()
 
 
 def test_the_page_loads_nothing_from_elsewhere() -> None:

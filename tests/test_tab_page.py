@@ -272,20 +272,54 @@ def test_a_run_that_goes_on_is_followed(page: Page, logs: Path) -> None:
     assert text(page, ".which") == "step 1 (2 of 2)"
 
 
+def step_of(spans: str, **changes: str) -> str:
+    """A step as JavaScript makes it of a document that nobody would write: one rank, 5 ns."""
+    parts = {
+        "schedule": "'none'", "spans": spans, "waterfall": "null", "predicted": "null", "pairs": "[]",
+        "names": "{ kind: { 0: 'F', 1: 'B' }, account: ['compute'], cause: ['compute'] }",
+    } | changes  # fmt: skip
+    return f"""await (async () => {{
+        const {{ Step }} = await import('./model.js');
+        const stretch = {{ rank: [0], start: [0], length: [5] }};
+        return new Step({{
+            step: 0, ranks: 1, replicas: 1, stages: 1, microbatches: 1, time: 5, windows: [[0, 5]], account: [[5]],
+            stretches: {{ ...stretch, name: [0] }}, path: {{ ...stretch, cause: [0], span: [0] }},
+            {", ".join(f"{name}: {value}" for name, value in parts.items())},
+        }});
+    }})()"""
+
+
+def test_a_pair_that_was_done_at_once_has_half_a_row_for_each(page: Page) -> None:
+    spans = """{ rank: [0, 0], kind: [0, 1], stage: [0, 3], microbatch: [7, 2], start: [0, 1], length: [5, 3],
+                 sender: [-1, -1] }"""
+    found = page.value(f"""(async () => {{
+        const {{ explainAction }} = await import('./explain.js');
+        const {{ Layout }} = await import('./timeline.js');
+        const step = {step_of(spans, pairs="[[0, 1]]")};
+        const layout = new Layout(step, 1000, {{ from: 0, to: 5 }}, pipeline.options);
+        const blocks = [0, 1].map((span) => layout.block(0, step.half.get(span)));
+        const at = (moment) => ["upper", "lower"].map((half) => step.actionAt(0, moment, half));
+        return [at(0.5), at(2), at(4.5), blocks, explainAction(step, 0, {{}})];
+    }})()""")
+    assert found[:3] == [[0, -1], [0, 1], [0, -1]]
+    upper, lower = found[3]
+    assert upper["height"] == lower["height"] and upper["y"] + upper["height"] == lower["y"]
+    assert "one action with 3B2" in found[4]
+
+
 def test_text_from_a_file_is_shown_as_text(page: Page) -> None:
-    made = """(async () => {
-        const { Step } = await import('./model.js');
-        const { explainAction } = await import('./explain.js');
-        const stretch = { rank: [0], start: [0], length: [5] };
-        const step = new Step({
-            step: 0, schedule: '<img src=x>', ranks: 1, replicas: 1, stages: 1, microbatches: 1, time: 5,
-            windows: [[0, 5]], account: [[5]], predicted: null, waterfall: { bars: { '<i>': 5 } },
-            spans: { ...stretch, kind: [0], stage: ['<b>'], microbatch: [0], sender: [-1] },
-            stretches: { ...stretch, name: [0] }, path: { ...stretch, cause: [0], span: [0] },
-            names: { kind: { 0: '<script>' }, account: ['<u>'], cause: ['<s>'] },
-        });
-        return explainAction(step, 0, {}) + step.waterfall[0].name + step.names[0];
-    })()"""
+    made = f"""(async () => {{
+        const {{ explainAction }} = await import('./explain.js');
+        const step = {
+        step_of(
+            "{ ...stretch, kind: [0], stage: ['<b>'], microbatch: [0], sender: [-1] }",
+            schedule="'<img src=x>'",
+            waterfall="{ bars: { '<i>': 5 } }",
+            names="{ kind: { 0: '<script>' }, account: ['<u>'], cause: ['<s>'] }",
+        )
+    };
+        return explainAction(step, 0, {{}}) + step.waterfall[0].name + step.names[0];
+    }})()"""
     told = str(page.value(made))
     assert "&#60;" in told
     assert not any(tag in told for tag in ("<script>", "<img", "<i>", "<u>", "<s>"))

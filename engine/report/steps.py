@@ -3,6 +3,7 @@
     {"version": 1, "step": 12, "schedule": "1f1b", "ranks": P, "replicas": R, "stages": S, "microbatches": M,
      "time": ns, "origin": ns, "windows": [[start, end], ...], "uncertainty": [ns, ...],
      "spans":     {"rank": [], "kind": [], "stage": [], "microbatch": [], "start": [], "length": [], "sender": []},
+     "pairs":     [[first, second], ...],
      "predicted": {"rank": [], "kind": [], "stage": [], "microbatch": [], "start": [], "length": []} or null,
      "stretches": {"rank": [], "name": [], "start": [], "length": []},
      "account":   [[9 x ns], ...],
@@ -19,6 +20,7 @@ not a whole one. World rank w, an index into `windows`, `uncertainty` and `accou
     uncertainty  of each rank's clock against that of rank 0: 0 where they share it
     kind         a number of plan/timeline.Kind; stage and micro-batch are -1 where there is none
     sender       of a wait for a message (WAIT_F, WAIT_B): the index of the SEND span that it waited for; else -1
+    pairs        indices of the two computations of each overlapped pair, which are one action
     stretches    each rank's window cut at every change of name; `name` indexes names.account
     account      the stretches' sums: a row per rank, columns as in names.account
     path         the critical path in order of time; `cause` indexes names.cause, `span` is an index into `spans` or -1
@@ -67,6 +69,7 @@ def document(
         "windows": (timeline.windows - origin).tolist(),
         "uncertainty": list(uncertainty),
         "spans": _spans(timeline, origin) | {"sender": sends_of(timeline, job.ranks, MESSAGE_WAITS).tolist()},
+        "pairs": timeline.pairs.tolist(),
         "predicted": None if predicted is None else _spans(_in_nanoseconds(predicted), 0),
         "stretches": _stretches(timeline, job.ranks, origin),
         "account": account(timeline, job.ranks, job.placement.stages).table.tolist(),

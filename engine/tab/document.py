@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from engine.plan.timeline import Timeline
 
@@ -15,11 +17,16 @@ def timeline_of(document: str) -> tuple[Timeline, int]:
         content = json.loads(document)
         spans = content["spans"]
         narrow = [np.array(spans[name], dtype=np.int32) for name in ("rank", "kind", "stage", "microbatch")]
-        times = [np.array(values, dtype=np.int64) for values in (spans["start"], spans["length"], content["windows"])]
+        start, length = (np.array(spans[name], dtype=np.int64) for name in ("start", "length"))
+        windows, pairs = (np.array(content[name], dtype=np.int64).reshape(-1, 2) for name in ("windows", "pairs"))
         ranks = int(content["ranks"])
     except (KeyError, TypeError, OverflowError, IndexError) as error:
         raise ValueError(f"not a document of a step: {error!r}") from error
-    start, length, windows = times
-    if len({*map(np.shape, narrow), start.shape, length.shape}) > 1 or start.ndim != 1:
-        raise ValueError("not a document of a step: its columns differ in length")
-    return Timeline(narrow[0], narrow[1], narrow[2], narrow[3], start, start + length, windows), ranks
+    shapes = {column.shape for column in narrow} | {start.shape, length.shape}
+    if shapes != {(start.size,)} or not (_index(narrow[0], len(windows)) and _index(pairs, start.size) and ranks > 0):
+        raise ValueError("not a document of a step: its columns do not belong together")
+    return Timeline(narrow[0], narrow[1], narrow[2], narrow[3], start, start + length, windows, pairs), ranks
+
+
+def _index(numbers: npt.NDArray[np.integer[Any]], size: int) -> bool:
+    return bool(((numbers >= 0) & (numbers < size)).all())

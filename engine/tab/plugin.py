@@ -68,11 +68,11 @@ class PipelinePlugin(base_plugin.TBPlugin):
     def _trace(self, request: wrappers.Request) -> wrappers.Response:
         """The same step as a file for Perfetto."""
         try:
-            timeline, ranks = timeline_of(unpacked(self._document(request)))
+            trace = trace_of(*timeline_of(unpacked(self._document(request))))
         except ValueError as error:
             raise errors.InvalidArgumentError(f"the document of this step cannot be read: {error}") from error
         saved = [("Content-Disposition", "attachment")]
-        return http_util.Respond(request, trace_of(timeline, ranks), "application/json", headers=saved)
+        return http_util.Respond(request, trace, "application/json", headers=saved)
 
     def _document(self, request: wrappers.Request) -> bytes:
         run, step = request.args.get("run", ""), request.args.get("step", "")

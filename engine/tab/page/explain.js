@@ -31,6 +31,7 @@ export function explainAction(step, i, words) {
     lines.push(`predicted: ${moments(begin[foretold], finish[foretold])}, ${ms(finish[foretold] - begin[foretold])}`);
   }
   if (step.isCompute(i)) lines.push(waited(step, i));
+  if (step.partner.has(i)) lines.push(`one action with ${step.label(step.partner.get(i))}`);
   const link = step.onPath.get(i);
   if (link !== undefined) lines.push(`on the critical path: ${step.causes[step.path.cause[link]]}`);
   return lines.filter(Boolean).join("<br>");
@@ -46,8 +47,8 @@ function waited(step, i) {
     return `waited ${ms(end[wait] - start[wait])} for its ${what}${from}`;
   }
   if (send >= 0) return `did not wait: its ${what} had come${from}`;
-  const before = step.computes[rank[i]].at(start[i] - 1);
-  return before >= 0 ? `began when its rank was done with ${step.label(before)}` : "needs no message";
+  const [before] = step.computes[rank[i]].covering(start[i] - 1);
+  return before === undefined ? "needs no message" : `began when its rank was done with ${step.label(before)}`;
 }
 
 /** A bubble: how long, under which names, whose fault. */

@@ -42,6 +42,7 @@ export class Step {
     this.end = Math.max(1, ...this.windows.map(([, end]) => end));
     this.index();
     this.linkMessages();
+    this.indexPairs(document.pairs ?? []);
     this.indexPrediction();
   }
 
@@ -74,6 +75,24 @@ export class Step {
       this.waitOf.set(i, wait);
       if (sender[wait] >= 0) this.linkSend(sender[wait], i);
     }
+  }
+
+  /** The computations of an overlapped pair are one action; each has half of the row where they were done at once. */
+  indexPairs(pairs) {
+    const { start, end } = this.spans;
+    this.pairs = pairs.map((pair) => pair.map(Number));
+    this.partner = new Map();
+    this.half = new Map(); // "upper" or "lower"
+    for (const [first, second] of this.pairs) {
+      this.partner.set(first, second).set(second, first);
+      if (start[second] < end[first]) this.half.set(first, "upper").set(second, "lower");
+    }
+  }
+
+  /** The action on a rank at a moment, or -1; of a pair that in the upper or the lower half of the row. */
+  actionAt(row, moment, half) {
+    const found = this.blocks[row].covering(moment);
+    return found.find((i) => this.half.get(i) === half) ?? found.find((i) => !this.half.has(i)) ?? -1;
   }
 
   linkSend(send, user) {

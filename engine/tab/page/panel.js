@@ -147,7 +147,7 @@ export class Panel {
     const row = layout.rowAt(y);
     if (row < 0 || x < LABELS) return null;
     const moment = layout.moment(x);
-    const span = this.step.blocks[row].at(moment);
+    const span = this.step.actionAt(row, moment, layout.halfAt(y));
     if (span >= 0) return { span };
     const bubble = this.step.bubbleAt(row, moment);
     return bubble && { bubble };
@@ -188,7 +188,7 @@ export class Panel {
     const { spans } = this.step;
     const span = spans.start.findIndex((_, i) => this.step.label(i) === label);
     const [layout, box] = [this.layout(), this.canvas.getBoundingClientRect()];
-    const { y, height } = layout.block(spans.rank[span]);
+    const { y, height } = layout.block(spans.rank[span], this.step.half.get(span));
     const moment = after ? spans.end[span] + 1000 : (spans.start[span] + spans.end[span]) / 2;
     return { x: box.left + layout.x(moment), y: box.top + y + height / 2 };
   }

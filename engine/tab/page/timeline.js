@@ -11,6 +11,7 @@ const LEAST_ROW = 9;
 const MOST_ROW = 38;
 const ALL_ROWS = 620; // what all rows may take together
 const CRITICAL = 2; // thickness
+const LEAST_BLOCK = 0.7; // CSS pixels: what is narrower, or ends closer to the one before, is left out
 
 /** Where things are: rows from the top, nanoseconds from `from` to `to` between the labels and the right edge. */
 export class Layout {
@@ -46,14 +47,19 @@ export class Layout {
     return row >= 0 && row < this.step.world ? row : -1;
   }
 
-  /** Whether a y lies in the part of its row that shows the prediction. */
-  isPrediction(y) {
-    return this.strip > 0 && (y - this.top) % this.row > this.row - this.strip - 1;
+  /** Where a row's blocks are, or those of its "upper" or "lower" half. */
+  block(row, half) {
+    const gap = this.row >= 12 ? 1 : 0.5;
+    const height = this.row - 2 * gap - (this.strip ? this.strip + 1 : 0);
+    const y = this.y(row) + gap;
+    if (!half) return { y, height };
+    return { y: half === "upper" ? y : y + height / 2, height: height / 2 };
   }
 
-  block(row) {
-    const gap = this.row >= 12 ? 1 : 0.5;
-    return { y: this.y(row) + gap, height: this.row - 2 * gap - (this.strip ? this.strip + 1 : 0) };
+  /** Which half of its row a y is in. */
+  halfAt(y) {
+    const whole = this.block(this.rowAt(y));
+    return y < whole.y + whole.height / 2 ? "upper" : "lower";
   }
 }
 
@@ -72,6 +78,7 @@ export function drawTimeline(painter, layout, theme, options, marks = {}) {
       blocks(painter, layout, theme, row);
       if (options.prediction && step.foretold) prediction(painter, layout, theme, row);
     }
+    pairs(painter, layout, theme);
     if (options.critical) criticalPath(painter, layout, theme);
     if (marks.selected) selection(painter, layout, theme, marks.selected);
     if (marks.hovered != null) messages(painter, layout, theme, marks.hovered);
@@ -115,7 +122,7 @@ function rowLabel(painter, layout, theme, row, moment) {
   if (row % every) return;
   const { y, height } = layout.block(row);
   const size = Math.min(12, layout.row);
-  const doing = moment == null || layout.row < 22 ? -1 : step.blocks[row].at(moment);
+  const doing = moment == null || layout.row < 22 ? -1 : step.actionAt(row, moment, "upper");
   painter.text(LABELS - 10, y + height / 2 - (doing >= 0 ? 6 : 0), step.rowName(row), size, theme.ink, "right");
   if (doing >= 0) painter.text(LABELS - 10, y + height / 2 + 7, step.label(doing), 10, theme.quiet, "right");
 }
@@ -128,7 +135,7 @@ function bubbles(painter, layout, theme, row) {
   for (const i of step.idle[row].between(sight.from, sight.to)) {
     const called = step.names[name[i]];
     const right = layout.x(end[i]);
-    if (called === "compute" || called === "optimizer" || right - last < 0.7) continue;
+    if (called === "compute" || called === "optimizer" || right - last < LEAST_BLOCK) continue;
     const left = layout.x(start[i]);
     painter.rect(left, y, right - left, height, theme.names[called], theme.faint);
     last = right;
@@ -137,28 +144,46 @@ function bubbles(painter, layout, theme, row) {
 
 function blocks(painter, layout, theme, row) {
   const { step, sight } = layout;
-  const { start, end, microbatch } = step.spans;
-  const { y, height } = layout.block(row);
-  const size = Math.min(12, height * 0.55);
-  let last = -1;
+  const { start, end } = step.spans;
+  const last = new Map(); // half of the row -> where its last block ended
   for (const i of step.blocks[row].between(sight.from, sight.to)) {
-    const left = layout.x(start[i]);
-    const right = layout.x(end[i]);
-    if (right - last < 0.7) continue;
+    const half = step.half.get(i);
+    const [left, right] = [layout.x(start[i]), layout.x(end[i])];
+    if (right - (last.get(half) ?? -1) < LEAST_BLOCK) continue;
+    last.set(half, right);
+    const { y, height } = layout.block(row, half);
     const seam = right - left > 4 ? 1 : 0;
-    painter.rect(left, y, Math.max(0.7, right - left - seam), height, theme.kinds[step.kindOf(i)]);
-    last = right;
-    if (!step.isCompute(i) || height < 12) continue;
-    const said = String(microbatch[i]);
-    if (said.length * size * 0.62 + 4 < right - left) {
-      const middle = (Math.max(left, 0) + right) / 2;
-      painter.text(middle, y + height / 2, said, size, theme.onBlock, "middle");
-    }
+    painter.rect(left, y, Math.max(LEAST_BLOCK, right - left - seam), height, theme.kinds[step.kindOf(i)]);
+    if (step.isCompute(i)) number(painter, layout, theme, i, left, right);
   }
   for (const i of step.behind[row].between(sight.from, sight.to)) {
+    const { y, height } = layout.block(row);
     const thin = Math.max(2, height / 7);
     const left = layout.x(start[i]);
     painter.rect(left, y + height - thin, Math.max(1, layout.x(end[i]) - left), thin, theme.kinds.REDUCE);
+  }
+}
+
+/** The micro-batch, in the middle of what is in sight of a block that is wide and high enough. */
+function number(painter, layout, theme, span, left, right) {
+  const { rank, microbatch } = layout.step.spans;
+  const { y, height } = layout.block(rank[span], layout.step.half.get(span));
+  const size = Math.min(12, height * 0.55);
+  const said = String(microbatch[span]);
+  const [from, to] = [Math.max(left, LABELS), Math.min(right, layout.right)];
+  if (height < 12 || said.length * size * 0.62 + 4 > to - from) return;
+  painter.text((from + to) / 2, y + height / 2, said, size, theme.onBlock, "middle");
+}
+
+/** A line around the two computations of each overlapped pair: they are one action. */
+function pairs(painter, layout, theme) {
+  const { rank, start, end } = layout.step.spans;
+  for (const [first, second] of layout.step.pairs) {
+    const { y, height } = layout.block(rank[first]);
+    const left = layout.x(Math.min(start[first], start[second]));
+    const right = layout.x(Math.max(end[first], end[second]));
+    if (right < LABELS || left > layout.right || right - left < 6) continue;
+    painter.frame(left + 0.5, y + 0.5, right - left - 2, height - 1, theme.onBlock, 1);
   }
 }
 
@@ -170,11 +195,11 @@ function prediction(painter, layout, theme, row) {
   for (const i of step.foretold[row % step.foretold.length].between(sight.from, sight.to)) {
     const left = layout.x(start[i]);
     const right = layout.x(end[i]);
-    if (right - last < 0.7) continue;
+    if (right - last < LEAST_BLOCK) continue;
     painter.rect(
       left,
       y,
-      Math.max(0.7, right - left - (right - left > 4 ? 1 : 0)),
+      Math.max(LEAST_BLOCK, right - left - (right - left > 4 ? 1 : 0)),
       strip,
       theme.kinds[step.kinds[kind[i]]],
       0.55,
@@ -208,10 +233,13 @@ function selection(painter, layout, theme, { row, from, to }) {
 function messages(painter, layout, theme, span) {
   const { step } = layout;
   const { rank, start, end, sender } = step.spans;
-  const { y, height } = layout.block(rank[span]);
+  const { y, height } = layout.block(rank[span], step.half.get(span));
   const left = layout.x(start[span]);
   painter.frame(left, y, Math.max(2, layout.x(end[span]) - left), height, theme.ink, 2);
-  const middle = (i) => layout.block(rank[i]).y + layout.block(rank[i]).height / 2;
+  const middle = (i) => {
+    const block = layout.block(rank[i], step.half.get(i));
+    return block.y + block.height / 2;
+  };
   const arrow = (from, to) => {
     painter.line([layout.x(start[from]), middle(from)], [layout.x(start[to]), middle(to)], theme.ink, 1.5);
     painter.rect(layout.x(start[to]) - 2.5, middle(to) - 2.5, 5, 5, theme.ink);

@@ -12,7 +12,7 @@ export function lastAtMost(sorted, value) {
   return low - 1;
 }
 
-/** `indices` into parallel arrays `start` and `end`; things that overlap are found by their start. */
+/** `indices` into parallel arrays `start` and `end`. No more than two overlap. */
 export class Track {
   constructor(indices, start, end) {
     this.indices = indices.sort((a, b) => start[a] - start[b]);
@@ -20,16 +20,14 @@ export class Track {
     this.end = end;
   }
 
-  /** The one that covers `moment`, or -1. */
-  at(moment) {
-    const position = lastAtMost(this.starts, moment);
-    const found = position < 0 ? -1 : this.indices[position];
-    return found >= 0 && this.end[found] > moment ? found : -1;
+  /** Those that cover `moment`: one at most, or the two of an overlapped pair. */
+  covering(moment) {
+    return this.between(moment, moment).filter((i) => this.end[i] > moment);
   }
 
-  /** Those that begin before `to`, from the one that is under way at `from`. */
+  /** Those that begin before `to`, from the two that began last before `from`. */
   between(from, to) {
-    const first = Math.max(0, lastAtMost(this.starts, from));
+    const first = Math.max(0, lastAtMost(this.starts, from) - 1);
     return this.indices.slice(first, lastAtMost(this.starts, to) + 1);
   }
 }
