@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +36,7 @@ from engine.settings import Settings
 
 LOSS = {"_target_": "toys.TokenLoss"}
 PAIRED = [("dualpipe_v", 1, 3), ("dualpipe_v", 2, 4), ("dualpipe_v", 3, 7), ("dualpipe", 2, 6), ("dualpipe", 4, 8)]
+HOW = ["test_pairs.before", "test_pairs.between", "models.overlap.in_thread"]
 Backward = Callable[[], None]
 calls: list[int] = []
 
@@ -61,18 +61,6 @@ def between(layers: Sequence[LayerCall], value: Any, backward: Backward, after: 
     return value
 
 
-class Beside:
-    """The backward in a thread of its own."""
-
-    def __call__(self, layers: Sequence[LayerCall], value: Any, backward: Backward) -> Any:
-        thread = threading.Thread(target=backward)
-        thread.start()
-        for layer in layers:
-            value = layer(value)
-        thread.join()
-        return value
-
-
 def never(layers: Sequence[LayerCall], value: Any, backward: Backward) -> Any:
     for layer in layers:
         value = layer(value)
@@ -93,7 +81,7 @@ def of_two(layers: Any, value: Any) -> Any:
 
 
 def wanted(schedule: str, ranks: int, microbatches: int, how: str | None = None, **model: Any) -> Settings:
-    overlap = {} if how is None else {"overlap": {"_target_": f"test_pairs.{how}"}}
+    overlap = {} if how is None else {"overlap": {"_target_": how}}
     given = {"_target_": "toys.mlp", "layers": 12, "loss": LOSS} | overlap | model
     return settings(schedule, ranks, microbatches, model=given, clip_norm=0.05, optimizer=ADAM)
 
@@ -101,7 +89,7 @@ def wanted(schedule: str, ranks: int, microbatches: int, how: str | None = None,
 # ---- the model's own function --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["before", "between", "Beside"])
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(("schedule", "ranks", "microbatches"), PAIRED)
 def test_trains_as_without(schedule: str, ranks: int, microbatches: int, how: str) -> None:
     """Bitwise, whatever is done first: a backward adds to gradients, a forward only reads weights."""
@@ -133,7 +121,7 @@ def with_pairs(program: Program, rng: random.Random) -> Program:
 
 
 @examples(max_examples=15)
-@given(executed(), st.integers(0, 2**32), st.sampled_from(["before", "between", "Beside"]))
+@given(executed(), st.integers(0, 2**32), st.sampled_from(HOW))
 def test_any_pairs_of_any_program_train_as_without(program: Program, seed: int, how: str) -> None:
     """Whatever is paired, and in two directions too; only a forward with a backward is done together."""
     program = with_pairs(program, random.Random(seed))
@@ -145,7 +133,7 @@ def test_any_pairs_of_any_program_train_as_without(program: Program, seed: int, 
     model = {"_target_": "toys.mlp", "loss": LOSS}
     changes: dict[str, Any] = {"global_batch_size": 7, "clip_norm": 0.05, "optimizer": ADAM, "steps": 2}
     expected, _ = run_program(program, model=model, **changes)
-    ran, _ = run_program(program, model=model | {"overlap": {"_target_": f"test_pairs.{how}"}}, **changes)
+    ran, _ = run_program(program, model=model | {"overlap": {"_target_": how}}, **changes)
     assert equal(ran.state(), expected.state()) and ran.losses() == expected.losses()
     peaks = [[w.executor.peak_in_flight for _, w in sorted(x.workers.items())] for x in (ran, expected)]
     assert peaks[0] == peaks[1] == peak_in_flight(program)
@@ -166,7 +154,7 @@ def test_is_called_for_every_pair_and_for_nothing_else() -> None:
     calls.clear()
     program = build("dualpipe_v", 2, 5)
     pairs = sum(action.fused for rank in range(2) for action in program.actions(rank))
-    ran = run_threads(wanted("dualpipe_v", 2, 5, "between", layers=8))
+    ran = run_threads(wanted("dualpipe_v", 2, 5, "test_pairs.between", layers=8))
     assert calls == [2] * (3 * pairs) and pairs > 0
     assert len(ran.of("step")) == 6
 
@@ -192,12 +180,12 @@ def test_masks_and_weight_gradients_that_wait() -> None:
 def test_a_backward_that_needs_the_pairs_own_forward_comes_after_it(tmp_path: Path) -> None:
     path = tmp_path / "program.csv"
     path.write_text("0F0,0F1,0B0,0B1\n(1F0;1B0)OVERLAP_F_B,(1F1;1B1)OVERLAP_F_B\n")
-    given = replace(wanted("gpipe", 2, 2, "never"), schedule={"name": "csv", "path": str(path)})
+    given = replace(wanted("gpipe", 2, 2, "test_pairs.never"), schedule={"name": "csv", "path": str(path)})
     expected, _ = plain(replace(given, schedule={"name": "gpipe"}), microbatched=True)
     assert equal(run_threads(given).state(), expected)
 
 
-@pytest.mark.parametrize(("how", "times"), [("never", 0), ("twice", 2)])
+@pytest.mark.parametrize(("how", "times"), [("test_pairs.never", 0), ("test_pairs.twice", 2)])
 def test_a_backward_is_called_once(how: str, times: int) -> None:
     with pytest.raises(ValueError, match=f"model.overlap called backward {times} times for one pair") as caught:
         run_threads(wanted("dualpipe_v", 2, 4, how))
@@ -206,7 +194,7 @@ def test_a_backward_is_called_once(how: str, times: int) -> None:
 
 def test_an_error_names_the_pair() -> None:
     with pytest.raises(ArithmeticError) as caught:
-        run_threads(wanted("dualpipe_v", 1, 3, "fails"))
+        run_threads(wanted("dualpipe_v", 1, 3, "test_pairs.fails"))
     assert place_of(caught.value) == Place(1, 1, "(1F1;0B0)OVERLAP_F_B")
 
 
@@ -238,7 +226,7 @@ def traced(ran: Ran) -> Timeline:
     return last.timeline
 
 
-@pytest.mark.parametrize("how", [None, "between"])
+@pytest.mark.parametrize("how", [None, "test_pairs.between"])
 def test_pairs_of_a_run_are_those_of_the_program(how: str | None) -> None:
     program = build("dualpipe", 4, 8)
     timeline = traced(run_threads(wanted("dualpipe", 4, 8, how)))
@@ -309,7 +297,7 @@ def test_grid_joins_a_pair() -> None:
 def test_what_is_done_together_is_not_counted_twice() -> None:
     assert durations(paired(PAIR)).tolist() == [10, 20, 10]
     assert durations(paired(TOGETHER)).tolist() == [8, 16, 6]
-    timeline = traced(run_threads(wanted("dualpipe_v", 2, 4, "between")))
+    timeline = traced(run_threads(wanted("dualpipe_v", 2, 4, "test_pairs.between")))
     compute = np.isin(timeline.kind, COMPUTE_KINDS)
     assert (durations(timeline)[compute] >= 0).all()
 

@@ -59,7 +59,7 @@ ADVICE: dict[str, Advice] = {
     "v_min": Advice(ANY, "Where memory decides: a third of 1F1B's, the least there is without recomputing."),
     "dualpipe": Advice(
         "P even; M even and at least 2P",
-        "Where a model supplies an overlapped forward and backward, and two copies of the weights fit.",
+        "Where a forward and a backward can overlap (`model.overlap`), and two copies of the weights fit.",
     ),
     "dualpipe_v": Advice("M at least 2P", "As DualPipe, with one copy of the weights and half of the ranks."),
     "chimera": Advice(
