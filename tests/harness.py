@@ -18,6 +18,7 @@ from engine.runtime.microbatch import Batches, passes, sizes
 from engine.runtime.prepare import prepare
 from engine.runtime.seeds import building, seed_for
 from engine.runtime.source import dataset
+from engine.runtime.transport import Transport
 from engine.runtime.transport.threads import ThreadHub
 from engine.runtime.worker import Worker
 from engine.settings import DataParallel, Eval, Pipeline, Settings, Train
@@ -73,17 +74,23 @@ class Ran:
         return [sum(m["loss_sum"] for m in ms) / sum(m["loss_count"] for m in ms) for _, ms in sorted(steps.items())]
 
 
-def run_threads(wanted: Settings, inspect: Callable[[Worker], None] | None = None) -> Ran:
+Connect = Callable[[Job], Callable[[int], Transport]]  # job -> rank -> its transport
+
+
+def run_threads(
+    wanted: Settings, inspect: Callable[[Worker], None] | None = None, connect: Connect | None = None
+) -> Ran:
     """Prepare and train with a thread per rank. The first exception of a rank is raised here."""
     job = prepare(wanted, ".", ".")
     hub = ThreadHub(job.world, wanted.timeout_s)
+    transport = hub.transport if connect is None else connect(job)
     workers: dict[int, Worker] = {}
     records: list[Record] = []
     errors: list[BaseException] = []
 
     def rank_main(rank: int) -> None:
         try:
-            worker = Worker(job, rank, hub.transport(rank), lambda data: records.append(decode(data)))
+            worker = Worker(job, rank, transport(rank), lambda data: records.append(decode(data)))
             workers[rank] = worker
             if inspect:
                 inspect(worker)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from harness import run_threads, settings
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 from workers import over_shared, pair
 
+from engine.job import Job
 from engine.runtime import meet
 from engine.runtime.transport import Edge, PeerTimeout, Transport
 from engine.runtime.transport.segments import LEAST_BYTES, MOST_BYTES, Mapped, Segments, size_of
 from engine.runtime.transport.shared import SharedMemoryTransport, available
-from engine.settings import Settings
+from engine.settings import Eval, Settings
 
 pytestmark = pytest.mark.skipif(not available(), reason="needs Linux with memfd_create and eventfd")
 
@@ -151,8 +155,6 @@ def test_no_descriptor_is_left_open() -> None:
 
 
 def test_connecting_is_limited_in_time_on_both_sides() -> None:
-    from torch.distributed import HashStore
-
     for edge, peer in ((Edge(0, 1, "F"), 1), (Edge(1, 0, "B"), 1)):
         transport = SharedMemoryTransport(0, 2, HashStore(), timeout_s=0.3)
         with pytest.raises(PeerTimeout, match=r"connecting Edge\(.*peer 1: nothing for 0.3 s") as caught:
@@ -182,3 +184,30 @@ def test_the_transport_that_a_run_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert meet.transport_of(base) == "gloo"
     with pytest.raises(ValueError, match="between hosts"):
         meet.transport_of(replace(base, transport="shared_memory"))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "microbatches", "replicas"),
+    [("gpipe", 3, 8, 1), ("1f1b", 4, 8, 1), ("interleaved_1f1b", 2, 4, 1), ("zb_v", 2, 6, 1), ("1f1b", 2, 5, 2)],
+)
+def test_training_is_bitwise_that_of_threads(schedule: str, ranks: int, microbatches: int, replicas: int) -> None:
+    """Several messages of a channel under way at once, packets used again, an evaluation in between."""
+    wanted = settings(schedule, ranks, microbatches, replicas, eval=Eval(every=2, batch_size=12))
+    chunks = 2 if schedule == "interleaved_1f1b" else None
+    wanted = replace(wanted, schedule={"name": schedule, "chunks": chunks})
+    wanted = replace(wanted, data=wanted.data | {"evaluation": {"samples": 20}})
+    store, made = HashStore(), []
+
+    def connect(job: Job) -> Callable[[int], Transport]:
+        made.extend(SharedMemoryTransport(rank, job.world, store, 20.0) for rank in range(job.world))
+        return made.__getitem__
+
+    expected, ran = run_threads(wanted), run_threads(wanted, connect=connect)
+    states = ran.state(), expected.state()
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert ran.losses() == expected.losses() and len(ran.losses()) == 3
+    assert len(ran.of("evaluation")) == len(expected.of("evaluation")) > 0
+    assert all(not worker.links.outstanding for worker in ran.workers.values())
+    for transport in made:
+        transport.close()
