@@ -3,7 +3,8 @@ scripts/bench allreduce | drawbacks [--help]
 
 Runs the engine, torch.distributed.pipelining and one plain process in turn, N times over, so that a change of the
 machine's mood meets all of them. A step's time is, on every side, the median period between consecutive step ends of
-the first rank (the whole process) after a warm-up, without barriers. Gloo on loopback, one thread per worker, SGD.
+the first rank (the whole process) after a warm-up, without barriers. One thread per worker, SGD. The peer's messages
+travel by gloo on loopback; ours as the engine chooses by itself, and in the rows so named by gloo too.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ arguments (`Case.job`), so a case is described once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -91,5 +91,18 @@ GPT = Case(
     choices=("model=gpt", "data=text", "train.global_batch_size=16"),
     plain=True,
 )
-GROUPS = {"sleep": [sleep("gpipe"), sleep("1f1b")], "tiny": [TINY], "resnet50": [RESNET50], "gpt": [GPT]}
+
+
+def over_gloo(case: Case) -> Case:
+    """The same with our messages sent as the peer's are, not through shared memory."""
+    return replace(case, name=f"{case.name}, gloo", choices=(*case.choices, "transport=gloo"), plain=False)
+
+
+SLEEP = [sleep("gpipe"), sleep("1f1b")]
+GROUPS = {
+    "sleep": [*SLEEP, *map(over_gloo, SLEEP)],
+    "tiny": [TINY, over_gloo(TINY)],
+    "resnet50": [RESNET50],
+    "gpt": [GPT],
+}
 CASES = {case.name: case for group in GROUPS.values() for case in group}
