@@ -71,7 +71,10 @@ def mesh(members: Sequence[int], pairs: Iterable[tuple[int, int]], label: str) -
 
 def pieces(tensor: Tensor) -> list[Tensor]:
     """Cut a flat tensor into pieces of at most PIECE_BYTES; none of an empty one."""
-    return list(tensor.split(max(1, PIECE_BYTES // tensor.element_size()))) if len(tensor) else []
+    if not len(tensor):
+        return []
+    size = max(1, PIECE_BYTES // tensor.element_size())
+    return [tensor] if len(tensor) <= size else list(tensor.split(size))
 
 
 def alike(cut: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:

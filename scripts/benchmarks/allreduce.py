@@ -24,6 +24,7 @@ from benchmarks.allreduce_worker import ADD, GLOO, MEMCPY, Spec, Times, in_threa
 from benchmarks.link import bus_bandwidth, fitted, table
 from benchmarks.sides import LOOPBACK, run_together
 from engine.collectives import COLLECTIVES
+from engine.collectives.peers import PIECE_BYTES
 
 SIZES = [1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000, 4_000_000, 16_000_000, 64_000_000, 100_000_000]
 
@@ -59,6 +60,7 @@ def summed_up(spec: Spec, transport: str, ranks: Sequence[Times]) -> dict[str, A
         "ranks": spec.ranks,
         "transport": transport,
         "rounds": spec.rounds,
+        "piece_bytes": spec.piece_bytes,
         "seconds": seconds,
         "memcpy": memcpy,
         "bus_bandwidth": each(lambda n, t: bus_bandwidth(n, spec.ranks, t)),
@@ -77,17 +79,25 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--bytes", type=int, nargs="+", default=SIZES, help="sizes of the fp32 tensor")
     parser.add_argument("--algorithms", nargs="+", default=[*COLLECTIVES, GLOO], choices=[*COLLECTIVES, GLOO])
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each size (default 5)")
+    parser.add_argument(
+        "--piece-bytes", type=int, default=PIECE_BYTES, help="messages are cut into pieces of this size"
+    )
     parser.add_argument("--json", type=Path, help="also write everything that was measured to this file")
     given = parser.parse_args(arguments)
-    if min([*given.ranks, *given.threads, 2]) < 2 or min(given.bytes) < 4 or given.rounds < 1 or len(given.bytes) < 2:
-        parser.error("at least 2 ranks, 2 sizes of 4 bytes or more, and 1 round")
+    if (
+        min([*given.ranks, *given.threads, 2]) < 2
+        or min(given.bytes) < 4
+        or min(given.rounds, given.piece_bytes) < 1
+        or len(given.bytes) < 2
+    ):
+        parser.error("at least 2 ranks, 2 sizes of 4 bytes or more, 1 round and 1 byte per piece")
 
     worlds = []
     for transport, counts in (("gloo", given.ranks), ("threads", given.threads)):
         for ranks in counts:
             print(f"{ranks} ranks over {transport}", file=sys.stderr, flush=True)
             names = [name for name in given.algorithms if transport == "gloo" or name != GLOO]
-            spec = Spec(ranks, given.bytes, names, given.rounds)
+            spec = Spec(ranks, given.bytes, names, given.rounds, given.piece_bytes)
             worlds.append(summed_up(spec, transport, over_gloo(spec) if transport == "gloo" else in_threads(spec)))
             print(table(worlds[-1]), flush=True)
     if given.json:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from engine.collectives import COLLECTIVES
+from engine.collectives import COLLECTIVES, peers
 from engine.runtime.transport import Transport
 from engine.runtime.transport.gloo import GlooTransport
 from engine.runtime.transport.threads import ThreadHub
@@ -38,12 +38,13 @@ Times = dict[str, dict[int, list[float]]]
 
 @dataclass(frozen=True)
 class Spec:
-    """What is measured: bytes of fp32 tensors, names of algorithms."""
+    """What is measured: bytes of fp32 tensors, names of algorithms. Messages are cut into pieces of `piece_bytes`."""
 
     ranks: int
     sizes: Sequence[int]
     names: Sequence[str]
     rounds: int
+    piece_bytes: int = peers.PIECE_BYTES
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -51,6 +52,7 @@ class Spec:
 
 def measure(spec: Spec, transport: Transport) -> Times:
     """On every rank at once; the first round warms up and is left out."""
+    peers.PIECE_BYTES = spec.piece_bytes
     calls = _calls(spec, transport)
     times: Times = defaultdict(lambda: defaultdict(list))
     for nbytes in spec.sizes:
