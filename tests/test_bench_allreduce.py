@@ -55,7 +55,7 @@ def test_a_small_world_of_threads_is_measured_and_summed_up() -> None:
     assert [len(t) for times in ranks for by_size in times.values() for t in by_size.values()] == [2] * (
         3 * (len(COLLECTIVES) + 2) * 2
     )  # a copy and an addition too
-    world = allreduce.summed_up(spec, "threads", ranks)
+    world = allreduce.summed_up(spec, ranks)
     assert set(world["seconds"]) == set(COLLECTIVES)
     assert world["peer"] == "native"
     assert world["ratio_to_peer"]["native"] == {400: 1.0, 40_000: 1.0}
@@ -78,7 +78,7 @@ def test_the_command_measures_gloo_in_processes(
     names = ["ring", "native", "auto", "gloo"]
     chosen = ["--bytes", "1000", "100000", "--rounds", "1", "--algorithms", *names]
     allreduce.main(["--ranks", "2", "--threads", *chosen, "--json", str(file)])
-    (world,) = json.loads(file.read_text())["worlds"]
-    assert list(world["seconds"]) == names
-    assert world["peer"] == "gloo"
-    assert capsys.readouterr().out.startswith("        N=2 gloo  memcpy GB/s")
+    worlds = json.loads(file.read_text())["worlds"]
+    assert [world["transport"] for world in worlds] == ["shared_memory", "gloo"]
+    assert all(list(world["seconds"]) == names and world["peer"] == "gloo" for world in worlds)
+    assert capsys.readouterr().out.startswith("N=2 shared_memory  memcpy GB/s")

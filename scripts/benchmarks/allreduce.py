@@ -1,7 +1,7 @@
 """scripts/bench allreduce [--ranks N ...] [--threads N ...] [--bytes N ...] [--algorithms NAME ...] [--json FILE]
 
-Every all-reduce of the engine beside torch.distributed's own over gloo (`gloo`) and a copy in memory, on one host:
-time per call, bus bandwidth, ratios, and α, β, γ fitted to the formulas. One thread per rank.
+Every all-reduce of the engine, over each transport, beside torch.distributed's own over gloo (`gloo`) and a copy in
+memory, on one host: time per call, bus bandwidth, ratios, and α, β, γ fitted to the formulas. One thread per rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from benchmarks.allreduce_worker import ADD, GLOO, MEMCPY, Spec, Times, in_threads
+from benchmarks.allreduce_worker import ADD, GLOO, MEMCPY, TRANSPORTS, Spec, Times, in_threads
 from benchmarks.link import bus_bandwidth, fitted, table
 from benchmarks.sides import LOOPBACK, run_together
 from engine.collectives import COLLECTIVES
@@ -29,7 +29,7 @@ from engine.collectives.peers import PIECE_BYTES
 SIZES = [1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000, 4_000_000, 16_000_000, 64_000_000, 100_000_000]
 
 
-def over_gloo(spec: Spec) -> list[Times]:
+def in_processes(spec: Spec) -> list[Times]:
     """A process per rank."""
     with tempfile.TemporaryDirectory() as name:
         worker = [sys.executable, "-m", "benchmarks.allreduce_worker", spec.text()]
@@ -40,7 +40,7 @@ def over_gloo(spec: Spec) -> list[Times]:
         return [{key: {int(n): t for n, t in by.items()} for key, by in json.loads(text).items()} for text in files]
 
 
-def summed_up(spec: Spec, transport: str, ranks: Sequence[Times]) -> dict[str, Any]:
+def summed_up(spec: Spec, ranks: Sequence[Times]) -> dict[str, Any]:
     """One world: per algorithm and size the median over rounds of the slowest rank's time, and what follows from it."""
     seconds = {
         name: {
@@ -58,7 +58,7 @@ def summed_up(spec: Spec, transport: str, ranks: Sequence[Times]) -> dict[str, A
 
     return {
         "ranks": spec.ranks,
-        "transport": transport,
+        "transport": spec.transport,
         "rounds": spec.rounds,
         "piece_bytes": spec.piece_bytes,
         "seconds": seconds,
@@ -74,7 +74,8 @@ def summed_up(spec: Spec, transport: str, ranks: Sequence[Times]) -> dict[str, A
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="scripts/bench allreduce", description=(__doc__ or "").partition("\n\n")[2])
-    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="worlds of processes over gloo")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="worlds of processes")
+    parser.add_argument("--transports", nargs="+", default=list(TRANSPORTS), choices=TRANSPORTS, help="between them")
     parser.add_argument("--threads", type=int, nargs="*", default=[8], help="worlds of threads in one process")
     parser.add_argument("--bytes", type=int, nargs="+", default=SIZES, help="sizes of the fp32 tensor")
     parser.add_argument("--algorithms", nargs="+", default=[*COLLECTIVES, GLOO], choices=[*COLLECTIVES, GLOO])
@@ -93,13 +94,13 @@ def main(arguments: Sequence[str]) -> None:
         parser.error("at least 2 ranks, 2 sizes of 4 bytes or more, 1 round and 1 byte per piece")
 
     worlds = []
-    for transport, counts in (("gloo", given.ranks), ("threads", given.threads)):
-        for ranks in counts:
-            print(f"{ranks} ranks over {transport}", file=sys.stderr, flush=True)
-            names = [name for name in given.algorithms if transport == "gloo" or name != GLOO]
-            spec = Spec(ranks, given.bytes, names, given.rounds, given.piece_bytes)
-            worlds.append(summed_up(spec, transport, over_gloo(spec) if transport == "gloo" else in_threads(spec)))
-            print(table(worlds[-1]), flush=True)
+    wanted = [(transport, ranks) for transport in given.transports for ranks in given.ranks]
+    for transport, ranks in [*wanted, *(("threads", ranks) for ranks in given.threads)]:
+        print(f"{ranks} ranks over {transport}", file=sys.stderr, flush=True)
+        names = [name for name in given.algorithms if transport != "threads" or name != GLOO]
+        spec = Spec(ranks, given.bytes, names, given.rounds, given.piece_bytes, transport)
+        worlds.append(summed_up(spec, in_threads(spec) if transport == "threads" else in_processes(spec)))
+        print(table(worlds[-1]), flush=True)
     if given.json:
         machine = {"cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
         given.json.write_text(json.dumps({"machine": machine, "worlds": worlds}, indent=1))

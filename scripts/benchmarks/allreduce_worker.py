@@ -25,6 +25,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from engine.collectives import COLLECTIVES, peers
 from engine.runtime.transport import Transport
 from engine.runtime.transport.gloo import GlooTransport
+from engine.runtime.transport.shared import SharedMemoryTransport
 from engine.runtime.transport.threads import ThreadHub
 
 TIMEOUT_S = 120.0
@@ -32,6 +33,8 @@ CALLS_BYTES = 2**25  # so many bytes are reduced between two looks at the clock,
 LEAST_CALLS, MOST_CALLS = 2, 50
 GLOO = "gloo"  # torch.distributed's own all-reduce in its default group
 MEMCPY, ADD = "memcpy", "add"
+
+TRANSPORTS: dict[str, Callable[..., Transport]] = {"shared_memory": SharedMemoryTransport, "gloo": GlooTransport}
 
 Times = dict[str, dict[int, list[float]]]
 
@@ -45,6 +48,7 @@ class Spec:
     names: Sequence[str]
     rounds: int
     piece_bytes: int = peers.PIECE_BYTES
+    transport: str = "threads"  # a key of TRANSPORTS between processes
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -118,7 +122,7 @@ def main(spec: Spec, rank: int, port: int, folder: Path) -> None:
     if GLOO in spec.names:
         own = PrefixStore(GLOO, store)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=spec.ranks)
-    times = measure(spec, GlooTransport(rank, spec.ranks, store, TIMEOUT_S))
+    times = measure(spec, TRANSPORTS[spec.transport](rank, spec.ranks, store, TIMEOUT_S))
     (folder / f"rank{rank}.json").write_text(json.dumps(times))
     if GLOO in spec.names:
         dist.destroy_process_group()
