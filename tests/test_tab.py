@@ -57,7 +57,8 @@ def test_runs_and_steps_come_from_event_files_alone(board: tuple[str, Path]) -> 
     document = json.loads(data(board, "step?run=sweep/0&step=2")[2])
     assert document["schedule"] == "1f1b" and document["step"] == 2
     compute = [row[0] / sum(row) for row in document["account"]]
-    assert told["bubble"] == pytest.approx(1 - sum(compute) / len(compute), abs=1e-6)
+    assert told["shares"]["compute"] == pytest.approx(sum(compute) / len(compute), abs=1e-5)
+    assert sum(told["shares"].values()) == pytest.approx(1, abs=1e-4)
     assert told["seconds"] == pytest.approx(document["time"] * 1e-9, rel=0.01)
 
 
@@ -144,11 +145,11 @@ def asked(provider: Provider, route: str, query: str = "") -> tuple[str, bytes]:
     return status[0], b"".join(content)
 
 
-@pytest.mark.parametrize("about", [b"", b"{", b'"x"', b'{"seconds": "much", "bubble": 0}', b"\xff"])
+@pytest.mark.parametrize("about", [b"", b"{", b'"x"', b'{"seconds": 1, "shares": {"compute": 1}}', b"\xff"])
 def test_a_series_of_somebody_else_is_listed_without_figures(about: bytes) -> None:
     status, content = asked(Provider(b"", about), "/runs")
     assert status.startswith("200")
-    assert json.loads(content)["runs"] == [{"name": "run", "steps": [{"step": 0, "seconds": 0.0, "bubble": None}]}]
+    assert json.loads(content)["runs"] == [{"name": "run", "steps": [{"step": 0, "seconds": 0.0, "shares": {}}]}]
 
 
 def document(**changes: Any) -> str:

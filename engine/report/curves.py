@@ -62,11 +62,11 @@ def layout(job: Job) -> dict[str, dict[str, Any]]:
     TensorBoard merges the layouts of all runs that it shows, so a chart of one name must be the same in all of them.
     """
     edges = (_GROUND, *NAMES)
-    stacks = {
+    stacks = {  # TensorBoard shows charts with bands last to first
         f"rank {rank}: shares of the step, stacked": [
             (_stack(rank, top), _stack(rank, bottom), _stack(rank, top)) for bottom, top in pairwise(edges)
         ]
-        for rank in range(job.ranks)
+        for rank in reversed(range(job.ranks))
     }
     return {
         "Bubble": {"ideal, predicted, measured": [f"bubble/{name}$" for name in ("ideal", "predicted", "measured")]},

@@ -63,5 +63,5 @@ class Documents:
         assert step.timeline is not None
         waterfall, clocks = self._waterfalls.of(step.timeline), [0] * self._job.world
         text = document(self._job, step.index, step.timeline, waterfall, self._predicted, clocks)
-        bubble = 1 - float(fractions(account.table)[:, NAMES.index("compute")].mean())
-        self._board.document(step.index, text, series.about(step.seconds, bubble))
+        shares = dict(zip(NAMES, fractions(account.table).mean(axis=0).tolist(), strict=True))
+        self._board.document(step.index, text, series.about(step.seconds, shares))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
+from collections.abc import Mapping
 
 PLUGIN = "pipeline"  # of whom the series are: the tab's name in tensorboard's addresses
 ALL_OF_THE_FIRST = 32  # traced steps; then half of as many again, then a quarter of as many again ...
@@ -35,9 +36,10 @@ def unpacked(content: bytes) -> str:
         raise ValueError(f"not a packed document: {error}") from error
 
 
-def about(seconds: float, bubble: float) -> bytes:
-    """What a list of steps says of one; `bubble` is the measured fraction."""
-    return json.dumps({"seconds": round(seconds, 9), "bubble": round(bubble, 6)}, separators=(",", ":")).encode()
+def about(seconds: float, shares: Mapping[str, float]) -> bytes:
+    """What a list of steps says of one; `shares`: of the step, by name of the account, the mean over ranks."""
+    rounded = {name: round(share, 5) for name, share in shares.items()}
+    return json.dumps({"seconds": round(seconds, 9), "shares": rounded}, separators=(",", ":")).encode()
 
 
 class Thinning:

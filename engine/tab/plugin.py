@@ -18,6 +18,7 @@ from tensorboard.data import provider
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
+from engine.report.bubble import NAMES
 from engine.report.palette import by_name
 from engine.report.perfetto import trace_of
 from engine.report.series import PLUGIN, tag_of, unpacked
@@ -48,7 +49,7 @@ class PipelinePlugin(base_plugin.TBPlugin):
         return base_plugin.FrontendMetadata(es_module_path="/index.js", tab_name="Pipeline", disable_reload=True)
 
     def _runs(self, request: wrappers.Request) -> wrappers.Response:
-        """{"palette": ..., "runs": [{"name": ..., "steps": [{"step": ..., "seconds": ..., "bubble": ...}]}]}"""
+        """{"palette": ..., "runs": [{"name": ..., "steps": [{"step": ..., "seconds": ..., "shares": {...}}]}]}"""
         series = self._data.list_tensors(
             plugin_util.context(request.environ),
             experiment_id=plugin_util.experiment_id(request.environ),
@@ -99,9 +100,10 @@ def _listed(series: provider.TensorTimeSeries) -> dict[str, Any]:
     """What the list shows of one step; a series that somebody else wrote under our name shows its number only."""
     try:
         said = json.loads(series.plugin_content)
-        return {"step": series.max_step, "seconds": float(said["seconds"]), "bubble": float(said["bubble"])}
+        shares = {name: float(said["shares"][name]) for name in NAMES}
+        return {"step": series.max_step, "seconds": float(said["seconds"]), "shares": shares}
     except (ValueError, KeyError, TypeError):
-        return {"step": series.max_step, "seconds": 0.0, "bubble": None}
+        return {"step": series.max_step, "seconds": 0.0, "shares": {}}
 
 
 def _get(answer: Callable[[wrappers.Request], wrappers.Response]) -> Any:

@@ -8,7 +8,7 @@ async function json(address) {
 
 const address = (route, parameters) => `${route}?${new URLSearchParams(parameters)}`;
 
-/** { palette, runs: [{ name, steps: [{ step, seconds, bubble }] }] } */
+/** { palette, runs: [{ name, steps: [{ step, seconds, shares }] }] } */
 export const fetchRuns = () => json("runs");
 
 /** Everything that is drawn of one step. */
