@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +20,11 @@ from engine.collectives.costs import (
     example_seconds,
     hierarchical,
     parameter_server,
+    reduce_broadcast_at_once,
     ring,
     sharded_parameter_server,
 )
+from engine.collectives.guide import guide
 
 LINK = Link(alpha=3e-5, beta=1.1e-9, gamma=1.7e-10)
 POWERS = [2, 4, 8, 16, 64]
@@ -90,3 +94,21 @@ def test_the_model_knows_what_the_busiest_rank_sends(name: str, size: int) -> No
 def test_one_member_pays_nothing_and_more_never_pay_less(name: str, size: int) -> None:
     assert ALGORITHMS[name](1) == Terms(0, 0, 0)
     assert all(term >= 0 for term in ALGORITHMS[name](size))
+
+
+def test_the_page_shows_the_models_own_tables() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "data_parallel.md").read_text()
+    shown = page.partition("<!-- costs -->\n")[2].partition("<!-- end of costs -->")[0]
+    assert shown == guide(), "python -m engine.collectives.guide prints what belongs between the marks"
+
+
+def test_the_page_describes_every_choice() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "data_parallel.md").read_text()
+    table = page.partition("## All-reduce algorithms")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == set(COLLECTIVES)
+
+
+@given(st.integers(2, 70), st.floats(1, 1e9))
+def test_a_root_whose_links_work_at_once(size: int, n: float) -> None:
+    a, b, c = LINK
+    assert reduce_broadcast_at_once(size).seconds(n, LINK) == pytest.approx(2 * (a + n * b) + size * n * c)

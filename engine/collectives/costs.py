@@ -66,6 +66,11 @@ def reduce_broadcast(size: int) -> Terms:
     return Terms(2 * (size - 1), 2 * (size - 1), size - 1)
 
 
+def reduce_broadcast_at_once(size: int) -> Terms:
+    """The same where the root's links all work at once; it still adds N parts."""
+    return Terms(2, 2, size) if size > 1 else Terms(0, 0, 0)
+
+
 def recursive_doubling(size: int) -> Terms:
     steps = size.bit_length() - 1
     return _with_extra(size, Terms(steps, steps, steps))
