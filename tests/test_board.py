@@ -21,6 +21,7 @@ from engine.report.board import Board
 from engine.report.bubble import NAMES
 from engine.report.hparams import METRICS, hparams
 from engine.report.series import PLUGIN, tag_of, unpacked
+from engine.report.waterfall import BARS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -79,10 +80,11 @@ def test_all_tags_are_there_in_one_file(tmp_path: Path) -> None:
         *(f"bubble/rank{rank}/{name}" for rank in range(2) for name in names),
         *(f"memory/rank{rank}/{name}" for rank in range(2) for name in ("peak_in_flight", "peak_activation_bytes")),
         *(f"stack/rank{rank}/{name}" for rank in range(2) for name in ("ground", "compute", *names)),
+        *(f"waterfall/{bar}" for bar in BARS),
         *METRICS,
     }
     assert set(found.Tags()["histograms"]) == {f"actions/stage{stage}/{kind}" for stage in range(2) for kind in "FB"}
-    assert set(found.Tags()["images"]) == {"timeline/predicted", "timeline/measured"}
+    assert set(found.Tags()["images"]) == {"timeline/predicted", "timeline/measured", "waterfall"}
     assert "report/text_summary" in found.Tags()["tensors"]
 
 

@@ -27,7 +27,8 @@ def written(tmp_path: Path, timeline: Timeline, ranks: int) -> Events:
 
 
 def of_kind(events: Events, phase: str) -> Events:
-    return [event for event in events if event["ph"] == phase]
+    """Without the critical path, which is a process of its own."""
+    return [event for event in events if event["ph"] == phase and event.get("cat") != "critical path"]
 
 
 def names(events: Events, what: str) -> dict[tuple[int, int], str]:
@@ -115,3 +116,16 @@ def test_times_rise_and_slices_come_before_their_arrows() -> None:
 
 def test_a_step_without_spans_is_a_trace_all_the_same(tmp_path: Path) -> None:
     assert of_kind(written(tmp_path, Timeline.of([], [[0, 1]], measured=True), 1), "X") == []
+
+
+def test_the_critical_path_is_a_process_of_its_own() -> None:
+    of = recorded.job("gpipe", 2, 2)
+    events = trace_events(measured(of.compute, costs(of.compute, slow=1), transfer=MS, step=MS, start=START), 2)
+    path = [e for e in events if e.get("cat") == "critical path"]
+    assert {e["pid"] for e in path} == {2} and names(events, "process_name")[2, 0] == "critical path"
+    assert [e["name"] for e in path] == [
+        "0F0", "transfer to 1F0", "1F0", "1F1", "1B0", "1B1", "transfer to 0B1", "0B1", "optimizer",
+    ]  # fmt: skip
+    for before, after in itertools.pairwise(path):
+        assert round(1000 * (before["ts"] + before["dur"])) == round(1000 * after["ts"])
+    assert {e["args"]["cause"] for e in path} == {"compute", "transfer", "optimizer"}

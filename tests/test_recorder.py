@@ -24,6 +24,7 @@ from engine.report.bubble import NAMES
 from engine.report.files import UnwritableError, write_json, write_text
 from engine.report.finite import LossNotFiniteError
 from engine.report.gather import Evaluations, Step, Steps
+from engine.report.waterfall import BARS
 from engine.settings import Train
 
 
@@ -133,8 +134,8 @@ def test_the_summary_has_its_schema(tmp_path: Path) -> None:
     summary = record.finish("completed")
     assert list(summary) == [
         "status", "schedule", "ranks", "stages", "microbatches", "replicas", "steps", "samples", "loss", "step_time",
-        "samples_per_second", "bubble", "peak_in_flight", "peak_activation_bytes", "evaluation", "allreduce",
-        "bytes_sent_between_stages",
+        "samples_per_second", "bubble", "waterfall", "peak_in_flight", "peak_activation_bytes", "evaluation",
+        "allreduce", "bytes_sent_between_stages",
     ]  # fmt: skip
     assert summary["loss"] == {"first": 2.0, "last": 1.5, "not_finite_since": None} and summary["samples"] == 192
     assert [len(summary[key]) for key in ("peak_in_flight", "peak_activation_bytes", "bytes_sent_between_stages")] == [
@@ -151,6 +152,25 @@ def test_the_summary_has_its_schema(tmp_path: Path) -> None:
         assert total == pytest.approx(summary["step_time"]["median"])
         assert entry["bubble"] == pytest.approx(1 - entry["compute"] / total)
     assert summary["bubble"]["measured"] == pytest.approx(sum(e["bubble"] for e in per_rank) / 4)
+    fall = summary["waterfall"]
+    assert list(fall) == ["steps", *BARS, "measured", "replicas_alone"] and fall["steps"] == 2
+    assert sum(fall[bar] for bar in BARS) == pytest.approx(fall["measured"])
+    assert fall["measured"] == pytest.approx(summary["step_time"]["median"])
+    assert fall["work"] == pytest.approx(per_rank[0]["compute"])
+
+
+def test_waterfall_and_critical_path_are_in_the_report(tmp_path: Path) -> None:
+    of = recorded.job("gpipe", 2, 4)
+    record, _ = recorder(of, tmp_path, progress=False)
+    traced_run(record, 2, costs(of.compute, slow=1))
+    record.finish("completed")
+    said = (tmp_path / "report.txt").read_text()
+    rows = {
+        line.split()[0]: line.split()[1:] for line in said.splitlines() if line.split()[:1] and line.split()[0] in BARS
+    }
+    assert rows["work"][0] == "48.00" and rows["imbalance"][0] == "18.00" and rows["optimizer"][0] == "1.00"
+    assert "By cause: compute 78.0 ms (98.7 %), optimizer 1.0 ms (1.3 %)." in said
+    assert "By rank: rank 0" in said and "1B0 on rank 1 12.0 ms" in said
 
 
 def test_step_times_leave_out_the_first_step(tmp_path: Path) -> None:

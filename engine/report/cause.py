@@ -1,13 +1,7 @@
 """One sentence on a run: the largest cause of its bubble, and what to try.
 
-Causes are compared in seconds of a step, so that removing one saves about what it is said to cost:
-
-    schedule    ideal step x ideal bubble
-    imbalance   predicted step - ideal step
-    transfer    the step simulated with the mean time of a message on each edge - predicted step: one rank's transfer
-                is another one's stall
-    reduce, data, optimizer, other    the mean over ranks of what the account has under that name
-    jitter      what of the measured step is left: waits that no mean explains
+Causes are compared in seconds of a step, by the bars of its waterfall (`waterfall.py`): removing one saves about what
+it is said to cost. Where no step was whole, and so none has a waterfall, by the account: the mean over ranks.
 """
 
 from __future__ import annotations
@@ -18,11 +12,13 @@ from typing import Any
 import numpy as np
 
 from engine.job import Job
+from engine.plan.actions import COMPUTE
 from engine.plan.schedules import build
 from engine.plan.simulate import Costs, figures, simulate
 from engine.report.bubble import NAMES
 from engine.report.measure import Bubbles, Floats, repeated
 from engine.report.tables import milliseconds, percent
+from engine.report.waterfall import BARS
 
 NEGLIGIBLE = 0.02  # of the step
 SLOW = 1.25  # times the mean of the other stages
@@ -48,14 +44,13 @@ def diagnose(job: Job, bubbles: Bubbles | None) -> str:
 
 def causes(bubbles: Bubbles) -> dict[str, float]:
     """Seconds of a step by cause; of equal ones the first is named."""
+    if bubbles.waterfall is not None:
+        bars = bubbles.waterfall.bars
+        first = ("imbalance", "schedule")
+        return {name: bars[name] for name in (*first, *(bar for bar in BARS if bar not in (*first, "work")))}
     mean = dict(zip(NAMES, bubbles.seconds.mean(axis=0).tolist(), strict=True))
-    losses = {name: mean[name] for name in ("transfer", "reduce", "data", "optimizer", "other")}
-    ideal, predicted, bubble = bubbles.ideal_step, bubbles.predicted_step, bubbles.ideal
-    if ideal is None or predicted is None or bubble is None or bubbles.transfer_step is None:
-        return losses | {"jitter": mean["fill"] + mean["stall"] + mean["drain"]}
-    losses["transfer"] = bubbles.transfer_step - predicted
-    left = float(bubbles.seconds.sum(axis=1).mean()) - predicted - sum(losses.values())
-    return {"imbalance": predicted - ideal, "schedule": ideal * bubble} | losses | {"jitter": max(0.0, left)}
+    losses = {name: mean[name] for name in ("transfer", "reduce", "data", "optimizer")}
+    return losses | {"rest": mean["other"], "variation": mean["fill"] + mean["stall"] + mean["drain"]}
 
 
 def _slow_stage(bubbles: Bubbles) -> str | None:
@@ -145,7 +140,9 @@ def _reduce(job: Job, bubbles: Bubbles, share: str) -> str:
 
 def _data(job: Job, bubbles: Bubbles, share: str) -> str:
     now = job.settings.data.get("workers", 0) or 0
-    return f"Waiting for data costs {share}; load ahead with data.workers={now + 2}"
+    column = bubbles.seconds[:, NAMES.index("data")]
+    most = f"most on rank {int(column.argmax())} ({milliseconds(float(column.max()))})"
+    return f"Waiting for data costs {share}, {most}; load ahead with data.workers={now + 2}"
 
 
 def _optimizer(job: Job, bubbles: Bubbles, share: str) -> str:
@@ -157,7 +154,7 @@ def _optimizer(job: Job, bubbles: Bubbles, share: str) -> str:
     )
 
 
-def _other(job: Job, bubbles: Bubbles, share: str) -> str:
+def _rest(job: Job, bubbles: Bubbles, share: str) -> str:
     column = bubbles.seconds[:, NAMES.index("other")]
     return (
         f"The interpreter between actions costs {share}, most on rank {int(column.argmax())} "
@@ -165,11 +162,16 @@ def _other(job: Job, bubbles: Bubbles, share: str) -> str:
     )
 
 
-def _jitter(job: Job, bubbles: Bubbles, share: str) -> str:
-    return (
-        f"Waits that the mean cost of each action does not explain cost {share}; durations vary, or ranks compete for "
-        "cores: try fewer ranks or replicas on this machine"
-    )
+def _variation(job: Job, bubbles: Bubbles, share: str) -> str:
+    said = f"Computations of one stage do not all take the same, which costs {share}"
+    if bubbles.costs is not None:
+        beyond = bubbles.costs - np.median(bubbles.costs, axis=2, keepdims=True)
+        kind, stage, microbatch = (int(at) for at in np.unravel_index(beyond.argmax(), beyond.shape))
+        said += (
+            f"; the latest beyond what is usual there is {stage}{COMPUTE[kind].name}{microbatch}, by "
+            f"{milliseconds(float(beyond.max()))} on average"
+        )
+    return f"{said}; samples may differ, or ranks compete for cores: try fewer ranks or replicas on this machine"
 
 
 _SENTENCES: Mapping[str, Any] = {
@@ -179,6 +181,6 @@ _SENTENCES: Mapping[str, Any] = {
     "reduce": _reduce,
     "data": _data,
     "optimizer": _optimizer,
-    "other": _other,
-    "jitter": _jitter,
+    "rest": _rest,
+    "variation": _variation,
 }

@@ -16,6 +16,7 @@ from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
 from engine.report.bubble import NAMES, Account
 from engine.report.gather import Step
 from engine.report.measure import fractions
+from engine.report.waterfall import BARS, Waterfall
 
 _GROUND = "ground"  # the lower edge of the lowest band: a curve that is 0
 
@@ -43,6 +44,13 @@ def of_account(job: Job, account: Account) -> dict[str, float]:
         tops = dict(zip(NAMES, np.cumsum(row).tolist(), strict=True))
         values |= {_stack(rank, name): top for name, top in ({_GROUND: 0.0} | tops).items()}
     return values
+
+
+def of_waterfall(waterfall: Waterfall | None) -> dict[str, float]:
+    """waterfall/{bar}: seconds of the step."""
+    if waterfall is None:
+        return {}
+    return {f"waterfall/{name}": bar * 1e-9 for name, bar in zip(BARS, waterfall.bars, strict=True)}
 
 
 def action_times(timeline: Timeline) -> dict[str, npt.NDArray[np.float64]]:

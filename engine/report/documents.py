@@ -6,8 +6,6 @@ still going on can be seen in one chart. Both cost simulations, so they too are 
 
 from __future__ import annotations
 
-from functools import cached_property
-
 from engine.job import Job
 from engine.plan.timeline import Timeline
 from engine.report import series
@@ -16,7 +14,6 @@ from engine.report.bubble import NAMES, Account
 from engine.report.gather import Step
 from engine.report.measure import Measure, fractions
 from engine.report.steps import document
-from engine.report.waterfall import Waterfalls
 
 
 class Documents:
@@ -54,14 +51,9 @@ class Documents:
         self._predicted = bubbles.simulated if self._measure.last_whole is step.timeline else None
         self._board.scalars({"bubble/ideal": bubbles.ideal, "bubble/predicted": bubbles.predicted}, step.index)
 
-    @cached_property
-    def _waterfalls(self) -> Waterfalls:
-        """Made only where a document is: a program that is too large for one is not walked through."""
-        return Waterfalls(self._measure.program, self._job.replicas, self._job.settings.train.accumulate)
-
     def _write(self, step: Step, account: Account) -> None:
         assert step.timeline is not None
-        waterfall, clocks = self._waterfalls.of(step.timeline), [0] * self._job.world
-        text = document(self._job, step.index, step.timeline, waterfall, self._predicted, clocks)
+        waterfall = self._measure.waterfall if self._measure.last is step.timeline else None
+        text = document(self._job, step.index, step.timeline, waterfall, self._predicted, [0] * self._job.world)
         shares = dict(zip(NAMES, fractions(account.table).mean(axis=0).tolist(), strict=True))
         self._board.document(step.index, text, series.about(step.seconds, shares))

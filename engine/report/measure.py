@@ -20,6 +20,8 @@ from engine.plan.actions import COMPUTE, Op, Placement, Program
 from engine.plan.simulate import Costs, figures, simulate
 from engine.plan.timeline import COMPUTE_KINDS, Timeline
 from engine.report.bubble import NAMES, Account, account
+from engine.report.observed import durations
+from engine.report.waterfall import Average, Waterfall, Waterfalls
 
 Floats = npt.NDArray[np.float64]
 
@@ -30,7 +32,7 @@ class Bubbles:
 
     `seconds` [W, 9] as in `bubble.NAMES` and `per_rank` [W] are means over `steps` traced steps; `latency` [S] is the
     mean over messages between stages s and s+1. What follows is None where no step had all its micro-batches: `costs`
-    [4, S, M] (F, B, I, W), the simulated bubbles and steps, `transfer_step` being `predicted_step` with `latency`.
+    [4, S, M] (F, B, I, W), the simulated bubbles and steps, and the mean `waterfall`.
     """
 
     steps: int
@@ -42,8 +44,8 @@ class Bubbles:
     predicted: float | None = None
     ideal_step: float | None = None
     predicted_step: float | None = None
-    transfer_step: float | None = None
     simulated: Timeline | None = None
+    waterfall: Average | None = None
 
     @property
     def measured(self) -> float:
@@ -63,19 +65,6 @@ def fractions(table: npt.NDArray[np.int64]) -> Floats:
     return shares
 
 
-def durations(timeline: Timeline) -> npt.NDArray[np.int64]:
-    """What each span took of its rank's time: [n]. Of a pair done together the first is left what the second was not.
-
-    So the two add up to the time of the pair, as in a simulation, where one comes after the other.
-    """
-    start, end = timeline.start, timeline.end
-    taken: npt.NDArray[np.int64] = end - start
-    first, second = timeline.pairs.T
-    whole = np.maximum(end[first], end[second]) - np.minimum(start[first], start[second])
-    taken[first] = np.where(start[second] < end[first], whole - taken[second], taken[first])
-    return taken
-
-
 class Measure:
     """Running sums over traced steps."""
 
@@ -87,6 +76,8 @@ class Measure:
         self._stages = job.placement.stages
         self._sums = _Sums.zero(job.world, self._stages, self._microbatches)
         self._added = 0
+        self._waterfalls, self._average = Waterfalls(self.program, job.replicas, self._passes), Average(job.replicas)
+        self.waterfall: Waterfall | None = None  # of the last traced step, where it had all its micro-batches
         self.last: Timeline | None = None  # the last traced step
         self.last_whole: Timeline | None = None  # the last that had all its micro-batches
 
@@ -95,6 +86,7 @@ class Measure:
         found = account(timeline, self._ranks, self._stages)
         if self._added == 1:
             self._sums = _Sums.zero(self._world, self._stages, self._microbatches)
+            self._average = Average(self._replicas)
         self._added += 1
         self._sums.steps += 1
         self._sums.table += found.table
@@ -103,6 +95,9 @@ class Measure:
         self._sums.bubble += 1 - fractions(found.table)[:, NAMES.index("compute")]
         self.last = timeline
         self._add_costs(timeline)
+        self.waterfall = self._waterfalls.of(timeline) if self.last_whole is timeline else None
+        if self.waterfall is not None:
+            self._average.add(self.waterfall)
         return found
 
     def _add_costs(self, timeline: Timeline) -> None:
@@ -132,17 +127,13 @@ class Measure:
         simulated = self._simulate(costs)
         ideal = figures(self.program, self._simulate(np.broadcast_to(equal[:, None, None], costs.shape)))
         predicted = figures(self.program, simulated)
-        with_transfer = figures(self.program, self._simulate(costs, latency))
         return Bubbles(
             sums.steps, *means, costs, ideal.bubble_fraction, predicted.bubble_fraction,
-            ideal.makespan, predicted.makespan, with_transfer.makespan, simulated,
+            ideal.makespan, predicted.makespan, simulated, self._average if self._average.steps else None,
         )  # fmt: skip
 
-    def _simulate(self, costs: Floats, transfer: Floats | None = None) -> Timeline:
-        free = np.zeros(self._stages)
-        return simulate(
-            self.program, Costs(np.tile(costs, (1, 1, self._passes)), free if transfer is None else transfer)
-        )
+    def _simulate(self, costs: Floats) -> Timeline:
+        return simulate(self.program, Costs(np.tile(costs, (1, 1, self._passes)), np.zeros(self._stages)))
 
 
 @dataclass

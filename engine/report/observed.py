@@ -49,7 +49,7 @@ def observe(timeline: Timeline, program: Program, passes: int = 1) -> Observed |
         return None
     replicas = timeline.ranks // program.ranks
     return Observed(
-        duration=(timeline.end - timeline.start)[order].astype(np.int64).reshape(replicas, -1),
+        duration=durations(timeline)[order].reshape(replicas, -1),
         delay=_delays(timeline, program.ranks, order).reshape(replicas, -1),
         loaded=_loaded(timeline),
         reduce=_together(timeline, Kind.REDUCE, timeline.stage, program.stages),
@@ -58,6 +58,19 @@ def observe(timeline: Timeline, program: Program, passes: int = 1) -> Observed |
         step=_summed(timeline, Kind.STEP),
         time=int(timeline.windows[:, 1].max() - timeline.windows[:, 0].max()),
     )
+
+
+def durations(timeline: Timeline) -> npt.NDArray[np.int64]:
+    """What each span took of its rank's time: [n]. Of a pair done together the first is left what the second was not.
+
+    So the two add up to the time of the pair, as in a simulation, where one comes after the other.
+    """
+    start, end = timeline.start, timeline.end
+    taken: npt.NDArray[np.int64] = end - start
+    first, second = timeline.pairs.T
+    whole = np.maximum(end[first], end[second]) - np.minimum(start[first], start[second])
+    taken[first] = np.where(start[second] < end[first], whole - taken[second], taken[first])
+    return taken
 
 
 def _order(timeline: Timeline, program: Program, passes: int) -> Ints | None:

@@ -9,6 +9,7 @@ from engine.plan.timeline import Kind
 
 Colour = tuple[int, int, int]
 
+INK, QUIET, PAPER = (30, 30, 30), (110, 110, 110), (255, 255, 255)
 COLOURS: dict[Kind, Colour] = {
     Kind.F: (86, 180, 233),  # sky blue
     Kind.B: (230, 159, 0),  # orange
@@ -38,6 +39,15 @@ NAME_COLOURS: dict[str, Colour] = {
     "data": COLOURS[Kind.WAIT_DATA],
     "drain": (205, 209, 214),
     "other": (120, 108, 96),
+}
+# The bars of the waterfall: those that the account has too look the same there.
+BAR_COLOURS: dict[str, Colour] = {
+    "work": COLOURS[Kind.F],
+    "schedule": NAME_COLOURS["fill"],
+    "imbalance": NAME_COLOURS["stall"],
+    "variation": COLOURS[Kind.B],
+    **{name: NAME_COLOURS[name] for name in ("transfer", "reduce", "optimizer", "data")},
+    "rest": NAME_COLOURS["other"],
 }
 
 

@@ -80,6 +80,26 @@ def by_cause(path: Sequence[Link]) -> dict[str, int]:
     return total
 
 
+def by_rank(path: Sequence[Link]) -> dict[int, int]:
+    """Nanoseconds of the path on each world rank that it visits."""
+    total: dict[int, int] = defaultdict(int)
+    for link in path:
+        total[link.rank] += link.end - link.start
+    return dict(total)
+
+
+def name_of(link: Link, timeline: Timeline) -> str:
+    """What held the step up: `2F0`; `transfer to 2F0` for its message; the cause where it was no action."""
+    if link.span < 0:
+        return link.cause
+    kind, stage, microbatch = Kind(timeline.kind[link.span]), timeline.stage[link.span], timeline.microbatch[link.span]
+    if kind in COMPUTE_KINDS:
+        return f"{stage}{kind.name}{microbatch}"
+    if kind in MESSAGE_WAITS:
+        return f"{link.cause} to {stage}{'F' if kind is Kind.WAIT_F else 'B'}{microbatch}"
+    return f"{link.cause} of stage {stage}" if kind is Kind.WAIT_REDUCE else link.cause
+
+
 class _Walk:
     """`floor`: where the path ends. No rank's pieces overlap."""
 

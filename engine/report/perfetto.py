@@ -4,6 +4,8 @@ All ranks are in one file on one clock. An overlapped pair is one slice with its
 microseconds with the nanoseconds behind the point, from the earliest moment of the step. An arrow begins at the start
 of the send and ends at the start of the computation that used the message: both are slices that exist, and the second
 never comes before the first.
+The critical path of the step is a process of its own behind the ranks, whose slices say what held the step up and
+where, and why.
 (Format: "Trace Event Format", the Chromium project.)
 """
 
@@ -19,6 +21,7 @@ import numpy as np
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Span, Timeline
 from engine.report.files import write_text
 from engine.report.messages import sends_of
+from engine.report.path import critical_path, name_of
 
 Event = dict[str, Any]
 
@@ -29,6 +32,7 @@ _OTHER_LANES = {
     Kind.STEP: _STEP,
     **dict.fromkeys((Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B), _MESSAGE),
 }
+_PATH = "critical path"
 _USERS = (Kind.F, Kind.B, Kind.I)
 
 
@@ -51,7 +55,31 @@ def trace_events(timeline: Timeline, ranks: int) -> list[Event]:
     base = int(timeline.start.min()) if len(timeline) else 0
     spans = list(timeline)
     timed = [*_pairs(timeline, spans, base), *_slices(spans, base), *_arrows(timeline, spans, ranks, base)]
-    return [*_names(timeline.ranks, ranks), *sorted(timed, key=lambda event: (event["ts"], event["ph"] != "X"))]
+    timed += _path(timeline, ranks, base)
+    return [
+        *_names(timeline.ranks, ranks),
+        *_name_path(timeline.ranks),
+        *sorted(timed, key=lambda event: (event["ts"], event["ph"] != "X")),
+    ]
+
+
+def _name_path(world: int) -> Iterator[Event]:
+    yield {"ph": "M", "pid": world, "tid": 0, "name": "process_name", "args": {"name": _PATH}}
+    yield {"ph": "M", "pid": world, "tid": 0, "name": "process_sort_index", "args": {"sort_index": world}}
+
+
+def _path(timeline: Timeline, ranks: int, base: int) -> Iterator[Event]:
+    for link in critical_path(timeline, ranks):
+        yield {
+            "ph": "X",
+            "pid": timeline.ranks,
+            "tid": 0,
+            "ts": _microseconds(link.start, base),
+            "dur": _microseconds(link.end, link.start),
+            "name": name_of(link, timeline),
+            "cat": _PATH,
+            "args": {"rank": link.rank, "cause": link.cause},
+        }
 
 
 def _names(world: int, ranks: int) -> Iterator[Event]:

@@ -26,17 +26,19 @@ from engine.report.board import Board
 from engine.report.cause import diagnose
 from engine.report.documents import Documents
 from engine.report.draw import Panel, draw
+from engine.report.draw_bars import draw_bars
 from engine.report.files import write_bytes, write_json, write_text
 from engine.report.finite import LossWatch
 from engine.report.gather import Evaluations, Step, Steps
 from engine.report.hparams import METRICS, hparams, results
 from engine.report.log import RunLog, line_of, tag
 from engine.report.measure import Bubbles, Measure
+from engine.report.path import critical_path
 from engine.report.perfetto import write_trace
 from engine.report.progress import Progress
 from engine.report.summary import Totals
 from engine.report.tables import percent
-from engine.report.text import closing, report
+from engine.report.text import closing, path_text, report
 
 
 class Recorder:
@@ -119,7 +121,7 @@ class Recorder:
         values = curves.of_step(step)
         if step.timeline is not None:
             account = self._measure.add(step.timeline)
-            values |= curves.of_account(self.job, account)
+            values |= curves.of_account(self.job, account) | curves.of_waterfall(self._measure.waterfall)
             self._board.histograms(curves.action_times(step.timeline), step.index)
             self._documents.add(step, account)
         self._board.scalars(values, step.index)
@@ -137,26 +139,32 @@ class Recorder:
     def _leave(self, summary: dict[str, Any], bubbles: Bubbles | None, cause: str) -> None:
         """Everything but summary.json."""
         last = self._totals.last_index
-        write_text(self.folder / "report.txt", report(self.job, summary, bubbles, cause))
-        self._board.text("report", report(self.job, summary, bubbles, cause, as_markdown=True), last)
+        timeline = self._measure.last
+        path = "" if timeline is None else path_text(critical_path(timeline, self.job.ranks), timeline)
+        write_text(self.folder / "report.txt", report(self.job, summary, bubbles, cause, path))
+        self._board.text("report", report(self.job, summary, bubbles, cause, path, as_markdown=True), last)
         if bubbles is not None:
             self._documents.finish()
             self._pictures(bubbles, last)
-        if self._measure.last is not None:
-            write_trace(self.folder / "trace.json", self._measure.last, self.job.ranks)
+        if timeline is not None:
+            write_trace(self.folder / "trace.json", timeline, self.job.ranks)
         self._board.scalars(results(summary), last)
         self._board.flush()
 
     def _pictures(self, bubbles: Bubbles, step: int) -> None:
         measured = self._measure.last_whole or self._measure.last
         assert measured is not None
-        panels = {"measured": Panel(f"measured: bubble {percent(bubbles.measured)}", measured, 1e-9, self.job.ranks)}
+        title, path = f"measured: bubble {percent(bubbles.measured)}", critical_path(measured, self.job.ranks)
+        panels = {"measured": Panel(title, measured, 1e-9, self.job.ranks, path)}
         if bubbles.simulated is not None:
             title = f"predicted: bubble {percent(bubbles.predicted)} (ideal {percent(bubbles.ideal)})"
             panels = {"predicted": Panel(title, bubbles.simulated, 1.0, self.job.ranks)} | panels
         for name, panel in panels.items():
             self._board.image(f"timeline/{name}", draw([panel]), step)
         write_bytes(self.folder / "timeline.png", _png(draw(list(panels.values()))))
+        if bubbles.waterfall is not None:
+            title = f"from perfect work to the measured step, mean over {bubbles.waterfall.steps} steps"
+            self._board.image("waterfall", draw_bars(bubbles.waterfall.bars, title), step)
 
 
 def _png(image: Image.Image) -> bytes:

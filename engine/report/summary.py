@@ -68,6 +68,7 @@ class Totals:
             },
             "samples_per_second": sum(self._timed(self._samples)) / total if total else None,
             "bubble": _bubble(job, bubbles),
+            "waterfall": _waterfall(bubbles),
             "peak_in_flight": self._peaks,
             "peak_activation_bytes": self._peak_bytes,
             "evaluation": self.evaluation.summary() if self.evaluation else None,
@@ -82,6 +83,14 @@ class Totals:
     @staticmethod
     def _timed(values: array[Any]) -> array[Any]:
         return values[1:] if len(values) > 1 else values
+
+
+def _waterfall(bubbles: Bubbles | None) -> dict[str, Any] | None:
+    """Means over `steps` whole traced steps: the bars, which add up to `measured`."""
+    if bubbles is None or bubbles.waterfall is None:
+        return None
+    found = bubbles.waterfall
+    return {"steps": found.steps, **found.bars, "measured": found.total, "replicas_alone": found.alone}
 
 
 def _bubble(job: Job, bubbles: Bubbles | None) -> dict[str, Any]:

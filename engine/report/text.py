@@ -5,13 +5,18 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine.job import Job
+from engine.plan.timeline import Timeline
 from engine.report.bubble import NAMES
 from engine.report.measure import Bubbles
-from engine.report.tables import Rows, markdown, percent, size, table
+from engine.report.path import Link, by_cause, by_rank, name_of
+from engine.report.tables import Rows, markdown, milliseconds, percent, size, table
+
+LONGEST = 5  # links of the critical path that are named
 
 
 def rank_rows(job: Job, bubbles: Bubbles) -> Rows:
@@ -47,6 +52,33 @@ def bubble_rows(bubbles: Bubbles) -> Rows:
         ["bubble", "ideal", "predicted", "measured"],
         ["of the step", percent(bubbles.ideal), percent(bubbles.predicted), percent(bubbles.measured)],
     ]
+
+
+def waterfall_rows(bubbles: Bubbles) -> Rows:
+    """From perfect work to the measured step; what a bar adds, and where that leads."""
+    assert bubbles.waterfall is not None
+    rows, reached, total = [["waterfall", "ms", "share", "up to ms"]], 0.0, bubbles.waterfall.total
+    for name, bar in bubbles.waterfall.bars.items():
+        reached += bar
+        rows.append([name, f"{bar * 1e3:.2f}", percent(bar / total if total else None), f"{reached * 1e3:.2f}"])
+    return rows
+
+
+def path_text(path: Sequence[Link], timeline: Timeline) -> str:
+    """The critical path of a step in words: how much for which cause and on which rank, and its longest links."""
+    total = sum(link.end - link.start for link in path)
+    if not total:
+        return "The step has no critical path: nothing of it was recorded."
+    causes = ", ".join(
+        f"{cause} {milliseconds(ns * 1e-9)} ({percent(ns / total)})" for cause, ns in by_cause(path).items() if ns
+    )
+    places = ", ".join(f"rank {rank} {percent(ns / total)}" for rank, ns in sorted(by_rank(path).items()) if ns)
+    longest = sorted(path, key=lambda link: link.start - link.end)[:LONGEST]
+    links = ", ".join(
+        f"{name_of(link, timeline)} on rank {link.rank} {milliseconds((link.end - link.start) * 1e-9)}"
+        for link in longest
+    )
+    return f"By cause: {causes}.\nBy rank: {places}.\nLongest links: {links}."
 
 
 def headline(summary: dict[str, Any]) -> str:
@@ -87,8 +119,10 @@ def _tensorboard() -> str:
     return beside.name if on_path else shlex.quote(str(beside))
 
 
-def report(job: Job, summary: dict[str, Any], bubbles: Bubbles | None, cause: str, as_markdown: bool = False) -> str:
-    """The whole report: for report.txt, or in Markdown."""
+def report(
+    job: Job, summary: dict[str, Any], bubbles: Bubbles | None, cause: str, path: str = "", as_markdown: bool = False
+) -> str:
+    """The whole report: for report.txt, or in Markdown. `path`: the words of `path_text`."""
     tabular = markdown if as_markdown else table
     sections = [("", headline(summary))]
     if summary["evaluation"] is not None:
@@ -98,6 +132,8 @@ def report(job: Job, summary: dict[str, Any], bubbles: Bubbles | None, cause: st
     else:
         sections += [
             ("Bubble", tabular(bubble_rows(bubbles)) + "\n\n" + cause),
+            *([("Waterfall", _waterfall_text(bubbles, tabular))] if bubbles.waterfall else []),
+            *([("Critical path of the last traced step", path)] if path else []),
             ("Ranks", f"Mean over {bubbles.steps} traced steps, ms and share.\n\n" + tabular(rank_rows(job, bubbles))),
         ]
         if bubbles.costs is not None:
@@ -105,6 +141,12 @@ def report(job: Job, summary: dict[str, Any], bubbles: Bubbles | None, cause: st
     sections.append(("Memory and traffic of a step", tabular(_traffic_rows(summary))))
     mark = "### " if as_markdown else ""
     return "\n\n".join(f"{mark}{head}\n\n{body}" if head else body for head, body in sections) + "\n"
+
+
+def _waterfall_text(bubbles: Bubbles, tabular: Callable[[Rows], str]) -> str:
+    assert bubbles.waterfall is not None
+    said = f"From perfect work to the measured step, mean over {bubbles.waterfall.steps} whole traced steps."
+    return f"{said}\n\n{tabular(waterfall_rows(bubbles))}"
 
 
 def _evaluation_rows(evaluation: dict[str, Any]) -> Rows:

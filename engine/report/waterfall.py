@@ -59,6 +59,39 @@ class Waterfall:
         return self.bars[BARS.index(name)]
 
 
+class Average:
+    """The mean of the waterfalls of several steps, in seconds."""
+
+    def __init__(self, replicas: int) -> None:
+        self.steps = self._waiting = 0
+        self._bars, self._alone = [0] * len(BARS), [0] * replicas
+
+    def add(self, waterfall: Waterfall) -> None:
+        self.steps += 1
+        self._waiting += waterfall.waiting
+        self._bars = [total + bar for total, bar in zip(self._bars, waterfall.bars, strict=True)]
+        self._alone = [total + alone for total, alone in zip(self._alone, waterfall.alone, strict=True)]
+
+    @property
+    def bars(self) -> dict[str, float]:
+        """Seconds by name, in the order of BARS."""
+        return {name: total / self.steps * 1e-9 for name, total in zip(BARS, self._bars, strict=True)}
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step."""
+        return sum(self._bars) / self.steps * 1e-9
+
+    @property
+    def waiting(self) -> float:
+        return self._waiting / self.steps * 1e-9
+
+    @property
+    def alone(self) -> list[float]:
+        """Seconds that the pipeline of each replica would take by itself."""
+        return [total / self.steps * 1e-9 for total in self._alone]
+
+
 class Waterfalls:
     """Makes the waterfall of each step of a compute-only program; `passes` as in `observe`."""
 
