@@ -272,6 +272,14 @@ def test_a_run_that_goes_on_is_followed(page: Page, logs: Path) -> None:
     assert text(page, ".which") == "step 1 (2 of 2)"
 
 
+def test_looking_for_new_steps_leaves_what_is_shown_alone(page: Page) -> None:
+    page.click(*where(page, "0F3", after=True))
+    page.value("globalThis.before = ['.run option', '.ranks', '.strip svg', '.card p'].map((one) => "
+               "document.querySelector(one))")  # fmt: skip
+    page.value("pipeline.poll()")
+    assert page.value("before.map((element) => element.isConnected)") == [True] * 4
+
+
 def step_of(spans: str, **changes: str) -> str:
     """A step as JavaScript makes it of a document that nobody would write: one rank, 5 ns."""
     parts = {

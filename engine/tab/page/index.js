@@ -60,7 +60,7 @@ class Page {
     };
     root.addEventListener("click", (event) => this.press(event.target.dataset));
     document.addEventListener("keydown", (event) => this.key(event));
-    new ResizeObserver(() => this.shown()).observe(root);
+    new ResizeObserver(([{ contentRect }]) => this.fitTo(contentRect.width)).observe(root);
   }
 
   /** The panel that keys and exports are about. */
@@ -82,8 +82,11 @@ class Page {
     try {
       const { palette, runs } = await fetchRuns();
       const before = this.runs;
-      [this.palette, this.runs] = [palette, runs];
-      this.dress(this.mode);
+      this.runs = runs;
+      if (!this.palette) {
+        this.palette = palette;
+        this.dress(this.mode);
+      }
       if (runs.length && !this.panels.length) await this.open(runs[0].name);
       await Promise.all(this.panels.map((panel) => panel.renew(before)));
       this.say(runs.length ? "" : "No run here has a traced step yet: trace.every=1 or more writes them as it trains.");
@@ -121,6 +124,12 @@ class Page {
     this.theme = themeOf(mode, this.palette);
     this.root.querySelector(".legend").innerHTML = legend(this.palette, this.options);
     this.shown();
+  }
+
+  /** The page grows and shrinks with what it says; only its width makes a difference to what is drawn. */
+  fitTo(width) {
+    if (width !== this.width) this.shown();
+    this.width = width;
   }
 
   /** Another step, size or theme: everything is drawn anew. */

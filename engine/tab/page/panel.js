@@ -65,8 +65,10 @@ export class Panel {
 
   /** Runs came or grew. Whoever looks at the last step goes on looking at the last. */
   async renew(before) {
-    const select = this.part(".run");
-    select.replaceChildren(...this.page.runs.map(({ name }) => new Option(name, name, false, name === this.run)));
+    const [select, names] = [this.part(".run"), this.page.runs.map(({ name }) => name)];
+    if (names.join("\n") !== [...select.options].map(({ value }) => value).join("\n")) {
+      select.replaceChildren(...names.map((name) => new Option(name, name, false, name === this.run)));
+    }
     if (!this.run) return;
     const known = before.find(({ name }) => name === this.run)?.steps ?? [];
     if (this.steps.length === known.length) return;
