@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from workers import HANG_S, over_gloo, over_threads, processes
+from workers import HANG_S, RUNS, over_threads, processes
 
 from engine import collectives as ours
 from engine.collectives import Group, ReduceOp
@@ -351,7 +351,7 @@ CALLS: dict[str, tuple[Call, Call]] = {
 }
 
 
-@pytest.mark.parametrize("how", [over_threads, over_gloo])
+@pytest.mark.parametrize("how", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize("what", CALLS)
 def test_a_disagreement_is_one_error_on_all_ranks(what: str, how: Any) -> None:
     usual, other = CALLS[what]
@@ -393,7 +393,7 @@ def test_long_calls_differ_in_what_is_not_shown() -> None:
     assert "call differently: rank(s) 0: all_reduce of [1, 1, " in said
 
 
-@pytest.mark.parametrize("how", [over_threads, over_gloo])
+@pytest.mark.parametrize("how", RUNS.values(), ids=RUNS)
 def test_who_stays_away_is_named(how: Any) -> None:
     def main(transport: Transport) -> str | None:
         transport.open(Group.edges([0, 1, 2], "g"))

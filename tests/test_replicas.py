@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from command import engine_process
 from harness import plain, run_threads, settings
 from test_parity import close, equal
 from torch import Tensor
@@ -68,3 +71,20 @@ def test_hosts_are_what_the_launcher_says(
 def test_without_a_launcher_all_replicas_are_on_one_host() -> None:
     assert grouped(settings(replicas=4, allreduce=AllReduce("hierarchical"))).allreduce.group_size == 4
     assert grouped(settings(replicas=4)).allreduce == AllReduce()
+
+
+@pytest.mark.process
+def test_processes_train_alike_with_each_kind_of_all_reduce(tmp_path: Path) -> None:
+    """A ring, trees with channels of their own, and one that measures first: three replicas, over what the host has."""
+    small = ["model=mlp", "data=synthetic", "model.features=16", "data.shape=[16]", "data.samples=64", "eval.every=0"]
+    small += ["train.steps=3", "train.global_batch_size=12", "pipeline.ranks=1", "pipeline.microbatches=2"]
+    choices = ["ring", "double_binary_tree", "auto"]
+    small += ["precision=fp64", "data_parallel.replicas=3", f"allreduce={','.join(choices)}"]
+    process = engine_process(["-m", *small], tmp_path)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    jobs = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("runs/*/*-sweep/*/summary.json"))]
+    assert [job["allreduce"]["name"] for job in jobs] == choices
+    for job in jobs[1:]:
+        assert job["loss"]["last"] == pytest.approx(jobs[0]["loss"]["last"], rel=1e-9)
+    assert min(job["allreduce"]["bytes_sent_per_rank"] for job in jobs) > 0
