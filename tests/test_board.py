@@ -84,7 +84,7 @@ def test_all_tags_are_there_in_one_file(tmp_path: Path) -> None:
         *METRICS,
     }
     assert set(found.Tags()["histograms"]) == {f"actions/stage{stage}/{kind}" for stage in range(2) for kind in "FB"}
-    assert set(found.Tags()["images"]) == {"timeline/predicted", "timeline/measured", "waterfall"}
+    assert set(found.Tags()["images"]) == {"timeline/predicted", "timeline/measured", "timeline/both", "waterfall"}
     assert "report/text_summary" in found.Tags()["tensors"]
 
 

@@ -161,7 +161,9 @@ class Recorder:
             panels = {"predicted": Panel(title, bubbles.simulated, 1.0, self.job.ranks)} | panels
         for name, panel in panels.items():
             self._board.image(f"timeline/{name}", draw([panel]), step)
-        write_bytes(self.folder / "timeline.png", _png(draw(list(panels.values()))))
+        both = draw(list(panels.values()))
+        self._board.image("timeline/both", both, step)
+        write_bytes(self.folder / "timeline.png", _png(both))
         if bubbles.waterfall is not None:
             title = f"from perfect work to the measured step, mean over {bubbles.waterfall.steps} steps"
             self._board.image("waterfall", draw_bars(bubbles.waterfall.bars, title), step)
