@@ -1,3 +1,41 @@
-"""A pipeline-parallel training engine: schedules as data, proven before they run, measured while they run."""
+"""A pipeline-parallel training engine: schedules as data, proven before they run, measured while they run.
+
+For a plain training loop there is `engine.distributed`, whose names are found here too. They are loaded when they are
+first asked for: a refusal of the command line does not wait for torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.distributed import (
+        Compression,
+        DistributedOptimizer,
+        broadcast_optimizer_state,
+        broadcast_parameters,
+        init,
+        rank,
+        shutdown,
+        size,
+    )
 
 __version__ = "0.1.0"
+__all__ = [
+    "Compression",
+    "DistributedOptimizer",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "init",
+    "rank",
+    "shutdown",
+    "size",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from engine import distributed
+
+        return getattr(distributed, name)
+    raise AttributeError(f"module engine has no attribute {name}")

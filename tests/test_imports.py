@@ -30,6 +30,7 @@ ALLOWED = {
         "engine.plan", "engine.collectives", "engine.errors", "engine.job", "engine.settings", "engine.records",
         "engine.targets",
     },
+    "engine.distributed": {"engine.collectives", "engine.runtime.environment", "engine.runtime.transport"},
     "engine.report": {"engine.job", "engine.plan", "engine.records", "engine.settings"},
     "engine.tab": {"engine.plan", "engine.report"},  # what TensorBoard loads: the report's view of event files
     "engine.config": {"engine.plan", "engine.settings", "engine.runtime.environment"},

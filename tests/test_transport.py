@@ -289,8 +289,10 @@ def test_the_backend_refuses_what_it_cannot_add(dtype: torch.dtype) -> None:
 
 
 def test_threads_name_channel_lists_that_differ() -> None:
+    """The k-th list of each rank is compared with the k-th of the others."""
     hub = ThreadHub(2, 1.0)
-    hub.transport(0).open([Edge(0, 1, "F"), Edge(1, 0, "B")])
+    for _ in range(2):
+        hub.transport(0).open([Edge(0, 1, "F"), Edge(1, 0, "B")])
     with pytest.raises(ValueError, match=r"rank 1 opens Edge\(src=1, dst=0, label='B'\) where.*label='F'"):
         hub.transport(1).open([Edge(1, 0, "B"), Edge(0, 1, "F")])
     with pytest.raises(ValueError, match="rank 1 opens 1 channels, another rank 2"):

@@ -9,6 +9,7 @@ Both leave the same bits on every member.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -53,9 +54,11 @@ class Mean:
         self.present = [True] * len(collective.members)
         self._collective, self._compression, self._average = collective, compression, average
         self.marks = 2 * len(collective.members)
+        self.begin: Callable[[int], None] = lambda number: None  # called with the number of each bucket
         self._feedback: dict[int, Feedback] = {}
 
     def __call__(self, number: int, bucket: Bucket, flat: Tensor) -> None:
+        self.begin(number)
         size, mine = len(self._collective.members), self._collective.position
         head, data = flat[: bucket.head], flat[bucket.head :]
         head[: self.marks] = 0

@@ -71,7 +71,7 @@ class Transport(Protocol):
     device: torch.device
 
     def open(self, edges: Sequence[Edge]) -> None:
-        """Connect this rank's ends, in list order. Called once, by all ranks, with the same list."""
+        """Connect this rank's ends, in list order. Every rank calls equally often, the k-th time with the same list."""
 
     def channel(self, edge: Edge) -> Channel: ...
 

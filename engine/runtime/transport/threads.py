@@ -6,6 +6,7 @@ Messages meet in `queues`, sums in `sums`, and `patience` limits every wait.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -24,7 +25,8 @@ class ThreadHub:
         self.world = world
         self._patience = Patience(timeout_s)
         self._lock = threading.Lock()
-        self._edges: list[Edge] | None = None
+        self._opened: list[list[Edge]] = []
+        self._calls: Counter[int] = Counter()
         self._queues: dict[Edge, Queues] = {}
         self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
 
@@ -41,15 +43,17 @@ class ThreadHub:
         return self._patience.aborted
 
     def open(self, rank: int, edges: Sequence[Edge]) -> None:
-        """Raises ValueError where `rank` passes another list than the ranks before it."""
+        """Raises ValueError where `rank` passes another list than the ranks before it in the same call."""
         with self._lock:
-            if self._edges is None:
-                self._edges = list(edges)
-            for mine, theirs in zip(edges, self._edges, strict=False):
+            if self._calls[rank] == len(self._opened):
+                self._opened.append(list(edges))
+            first = self._opened[self._calls[rank]]
+            self._calls[rank] += 1
+            for mine, theirs in zip(edges, first, strict=False):
                 if mine != theirs:
                     raise ValueError(f"rank {rank} opens {mine} where another rank opens {theirs}")
-            if len(edges) != len(self._edges):
-                raise ValueError(f"rank {rank} opens {len(edges)} channels, another rank {len(self._edges)}")
+            if len(edges) != len(first):
+                raise ValueError(f"rank {rank} opens {len(edges)} channels, another rank {len(first)}")
             for edge in edges:
                 if edge not in self._queues:
                     self._queues[edge] = Queues(edge, self._patience)

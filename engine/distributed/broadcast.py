@@ -1,0 +1,62 @@
+"""Starting from the same point: one rank's parameters and optimizer state, copied to all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from engine.collectives import Group, broadcast
+from engine.collectives.alike import require_alike
+from engine.distributed.nested import pack, unpack
+from engine.distributed.world import World, current
+
+Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+
+def broadcast_parameters(params: Named, root_rank: int = 0, world: World | None = None) -> None:
+    """Copy the tensors of `root_rank` (a `state_dict()` or named pairs) into everybody's, in place.
+
+    ValueError on all ranks where their names, shapes or dtypes differ.
+    """
+    group = (world or current()).group
+    items = list(params.items() if isinstance(params, Mapping) else params)
+    for name, value in items:
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} is a {type(value).__name__}, not a tensor; leave it out")
+    words = [f"{name} {tuple(value.shape)} {value.dtype}" for name, value in items]
+    require_alike(group.collective, [f"from rank {root_rank}", *words], "all ranks must pass the same", "tensors")
+    for _, value in items:
+        with torch.no_grad():
+            here = value.detach().to(group.peers.transport.device)
+            broadcast(here, root_rank, group=group)
+            if here.data_ptr() != value.data_ptr():
+                value.copy_(here)
+
+
+def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, world: World | None = None) -> None:
+    """Load the state of `root_rank`'s optimizer into everybody's: momenta, step counts, learning rates, all of it.
+
+    The others need not have any state yet. ValueError where the optimizer's state is more than plain data.
+    """
+    group = (world or current()).group
+    state = broadcast_value(optimizer.state_dict() if group.rank == root_rank else None, root_rank, group)
+    if group.rank != root_rank:
+        optimizer.load_state_dict(state)
+
+
+def broadcast_value(value: Any, root_rank: int, group: Group) -> Any:
+    """Nested plain data (see `nested`) of the root, on everybody; what the others pass does not matter."""
+    device = group.peers.transport.device
+    data = pack(value) if group.rank == root_rank else b""
+    length = torch.tensor([len(data)], device=device)
+    broadcast(length, root_rank, group=group)
+    raw = torch.empty(int(length), dtype=torch.uint8)
+    if group.rank == root_rank:
+        raw.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    sent = raw.to(device)
+    broadcast(sent, root_rank, group=group)
+    return value if group.rank == root_rank else unpack(sent.cpu().numpy().tobytes())

@@ -1,0 +1,204 @@
+"""An optimizer whose step sees the mean gradient over all ranks, whatever loop it is used in.
+
+    backward()   each bucket of gradients starts to travel when its last gradient is there
+    step()       what has not started does; all are awaited; the optimizer's own step
+
+The result is an object of the wrapped optimizer's own class, so schedulers and gradient scalers take it as they took
+that one. All ranks step equally often; one that runs out of samples before the others calls `join`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from engine.collectives.buckets import Reducer
+from engine.collectives.combine import Mean
+from engine.collectives.compression import Compression
+from engine.collectives.watch import Watch
+from engine.distributed.broadcast import broadcast_optimizer_state, broadcast_parameters
+from engine.distributed.roll_call import RollCall
+from engine.distributed.world import World, current
+from engine.runtime.transport import PeerError
+
+BUCKET_BYTES = 25 * 2**20
+OPS = ("mean", "sum")
+_log = logging.getLogger("engine.distributed")
+
+
+def DistributedOptimizer(  # noqa: N802  # the name it has in Horovod
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, nn.Parameter]] | None = None,
+    *,
+    compression: Compression = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: str = "mean",
+    bucket_bytes: int = BUCKET_BYTES,
+    world: World | None = None,
+) -> Any:
+    """The same optimizer over all ranks; `optimizer` itself must not be used any more.
+
+    `backward_passes_per_step`: how many backwards add to the gradients before they are reduced. `op`: mean or sum over
+    the ranks. ValueError where the names do not cover the optimizer's parameters, and on all ranks where they differ.
+    """
+    if backward_passes_per_step < 1:
+        raise ValueError(f"backward_passes_per_step={backward_passes_per_step} must be at least 1")
+    if op not in OPS:
+        raise ValueError(f"op={op}: there is {', '.join(OPS)}")
+    if "step" in vars(optimizer):
+        raise ValueError("a scheduler holds this optimizer already: wrap the optimizer first, then build the scheduler")
+    named = _named(optimizer, named_parameters)
+    kind: Any = type(f"Distributed{type(optimizer).__name__}", (_Steps, type(optimizer)), {})
+    made: Any = kind.__new__(kind)
+    made.__dict__.update(vars(optimizer))
+    made._sync = Synchronizer(named, world or current(), compression, backward_passes_per_step, op, bucket_bytes)
+    return made
+
+
+def _named(
+    optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]] | None
+) -> list[tuple[str, nn.Parameter]]:
+    """The optimizer's own parameters under their names, in the order in which they were named."""
+    groups = enumerate(optimizer.param_groups)
+    own = [(f"group{g}.{i}", p) for g, group in groups for i, p in enumerate(group["params"])]
+    named = own if named_parameters is None else list(named_parameters)
+    names = [name for name, _ in named]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"named_parameters names {twice} twice; pass model.named_parameters() of one model")
+    wanted, given = {id(p) for _, p in own}, {id(p) for _, p in named}
+    if missing := [where for where, p in own if id(p) not in given]:
+        raise ValueError(
+            f"named_parameters leaves out {len(missing)} of the optimizer's {len(own)} parameters, first {missing[0]}; "
+            "pass the names of all of them, or none"
+        )
+    trained = [(name, p) for name, p in named if id(p) in wanted and p.requires_grad]
+    if not trained:
+        raise ValueError("the optimizer has no parameter that requires a gradient: there is nothing to train")
+    return trained
+
+
+class Synchronizer:
+    """The reductions behind one optimizer. A round is one step's worth of gradients of all parameters."""
+
+    def __init__(
+        self,
+        named: list[tuple[str, nn.Parameter]],
+        world: World,
+        compression: Compression,
+        passes: int,
+        op: str,
+        bucket_bytes: int,
+    ) -> None:
+        self.world, self.named = world, named
+        self.done = False  # whether the gradients are those of all ranks
+        self._passes = passes
+        ring = world.ring()
+        self.combine = Mean(ring, compression, average=op == "mean")
+        self.reducer = Reducer(named, ring, bucket_bytes, combine=self.combine)
+        names = [[name for name, _ in bucket.named] for bucket in self.reducer.buckets]
+        self._calls = RollCall(world, ring.label, names)
+        self._step = 0
+        self.combine.begin = lambda bucket: self._calls.arrive(self._step, bucket)
+        self._watch = Watch([p for _, p in self.reducer.named], self.added)
+        self._begin()
+
+    def added(self, number: int) -> None:
+        """A backward has added to the gradient of a parameter."""
+        self.done = False
+        self._left[number] -= 1
+        if self._left[number] < 0:
+            raise RuntimeError(
+                f"{self.reducer.named[number][0]}: a gradient came after its reduction had begun. This step has more "
+                f"backwards than backward_passes_per_step={self._passes}: raise it, or call step() or synchronize() "
+                "before the next backward"
+            )
+        if not self._left[number]:
+            self.reducer.seen(number)
+
+    def run(self) -> None:
+        """One round: start what has not started, wait for all. Says who is missing where it takes long.
+
+        RuntimeError with the same line where the wait has to be given up.
+        """
+        self.reducer.launch()
+        start, patience = time.monotonic(), self.world.patience_s
+        while True:
+            try:
+                self.reducer.wait(patience)
+                break
+            except TimeoutError:
+                _log.warning("%s", self._calls.missing(time.monotonic() - start))
+            except PeerError as error:
+                raise RuntimeError(f"{self._calls.missing(time.monotonic() - start)} ({error})") from error
+        self.done = True
+        self._step += 1
+        self._begin()
+
+    def _begin(self) -> None:
+        self._left = [self._passes] * len(self.reducer.named)
+        self.reducer.expect()
+
+    @property
+    def begun(self) -> bool:
+        """Whether a backward has added to any gradient in this round."""
+        return any(left < self._passes for left in self._left)
+
+
+class _Steps:
+    """What a distributed optimizer does differently from its own class."""
+
+    _sync: Synchronizer
+
+    def synchronize(self) -> None:
+        """Make the gradients those of all ranks now, to clip or unscale them; `step` will not do it again."""
+        self._sync.run()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Reduce the gradients, unless `synchronize` has, then step. ValueError for a closure."""
+        if closure is not None:
+            raise ValueError("step(closure): evaluate it yourself before; decisions made in it would differ by rank")
+        if not self._sync.done:
+            self._sync.run()
+        self._sync.done = False
+        following: Any = super()
+        return following.step()
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch wraps an optimizer's step once; the class behind this one's is
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ever. Gradients that are on their way already arrive first, on all ranks, and are dropped."""
+        if self._sync.begun:
+            self._sync.run()
+        self._sync.done = False
+        following: Any = super()
+        following.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ValueError("add parameters before DistributedOptimizer is made: all ranks have agreed on those there are")
+
+    def join(self) -> int:
+        """Out of samples: take part in the other ranks' steps, with nothing, until all have come here.
+
+        Afterwards all ranks hold the parameters and the optimizer state of the rank whose samples lasted longest,
+        which is returned (of several the first). The mean of a step is one over the ranks that still had samples.
+        """
+        sync = self._sync
+        present = sync.combine.present
+        sync.combine.takes_part = False
+        while any(present):
+            last = present.index(True)
+            for _, parameter in sync.named:
+                parameter.grad = None
+            sync.run()
+            present = sync.combine.present
+        sync.combine.takes_part = True
+        self.zero_grad()
+        broadcast_parameters(sync.named, last, sync.world)
+        broadcast_optimizer_state(self, last, sync.world)  # type: ignore[arg-type]
+        return last

@@ -1,0 +1,111 @@
+"""The processes that train together, seen from one of them: found through the variables that torchrun sets.
+
+Connections are made when they are first needed, in the order in which the program asks for them; all ranks run the
+same program, so they meet. Gloo between CPUs (on loopback where all ranks are on one host), NCCL between GPUs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+
+from engine.collectives import Collective, Group, Ring
+from engine.runtime.environment import joined, one_host
+from engine.runtime.transport import Transport
+from engine.runtime.transport.gloo import GlooTransport
+from engine.runtime.transport.threads import ThreadHub
+
+TIMEOUT_S = 600.0
+PATIENCE_S = 10.0
+
+
+class World:
+    """All ranks. `store` is shared by them; after `patience_s` seconds of waiting a rank says for whom it waits."""
+
+    def __init__(self, transport: Transport, store: Any, patience_s: float = PATIENCE_S) -> None:
+        self.transport, self.store, self.patience_s = transport, store, patience_s
+        self.rank, self.size = transport.rank, transport.world
+        self._opened = 0
+        members = range(self.size)
+        transport.open(Group.edges(members, "state"))
+        self.group = Group(transport, members, "state")  # for what the program's own thread exchanges
+
+    def ring(self) -> Collective:
+        """A ring of its own channels over all ranks. All ranks ask in the same order."""
+        self._opened += 1
+        label = f"gradients{self._opened}"
+        self.transport.open(Ring.edges(range(self.size), label))
+        return Ring(self.transport, range(self.size), label)
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+_world: World | None = None
+
+
+def init(timeout_s: float = TIMEOUT_S, patience_s: float = PATIENCE_S, device: str = "auto") -> World:
+    """Join the other ranks; needed only to change these values. `device`: "cpu", "cuda" or "auto".
+
+    `timeout_s` limits every wait for another rank. ValueError where this process has joined already.
+    """
+    global _world  # noqa: PLW0603  # a process is one rank of one world
+    if _world is not None:
+        raise ValueError("engine.init() comes first, before anything else of the engine is used, and once")
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device={device}: there is auto, cpu, cuda")
+    store = _store(timeout_s)
+    _world = World(_transport(store, timeout_s, device), store, patience_s)
+    atexit.register(shutdown)
+    return _world
+
+
+def shutdown() -> None:
+    """Leave; nothing where this process has not joined."""
+    global _world  # noqa: PLW0603
+    if _world is not None:
+        _world.close()
+        _world = None
+
+
+def current() -> World:
+    """The world of this process; joins at the first call."""
+    return _world or init()
+
+
+def rank() -> int:
+    """Which of the ranks this process is, 0 .. size()-1."""
+    return current().rank
+
+
+def size() -> int:
+    """How many ranks train together: 1 without a launcher."""
+    return current().size
+
+
+def _store(timeout_s: float) -> Any:
+    if not joined():
+        return HashStore()
+    from torch.distributed.rendezvous import rendezvous
+
+    number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    found = next(rendezvous("env://", number, count, timeout=timedelta(seconds=timeout_s)))
+    return PrefixStore("engine/distributed", found[0])
+
+
+def _transport(store: Store, timeout_s: float, device: str) -> Transport:
+    if not joined():
+        return ThreadHub(1, timeout_s).transport(0)
+    number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local, beside = int(os.environ.get("LOCAL_RANK", number)), int(os.environ.get("LOCAL_WORLD_SIZE", count))
+    if device == "cuda" or (device == "auto" and torch.cuda.device_count() >= beside):
+        from engine.runtime.transport.nccl import NcclTransport  # builds of torch for CPUs have no NCCL
+
+        return NcclTransport(number, count, store, timeout_s, torch.device("cuda", local))
+    interface = None if one_host() else os.environ.get("GLOO_SOCKET_IFNAME", "")
+    return GlooTransport(number, count, store, timeout_s, interface)
