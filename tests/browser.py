@@ -78,7 +78,9 @@ class Page:
             details = told["exceptionDetails"]
             self.errors.append(details.get("exception", {}).get("description", details["text"]))
         elif event.get("method") == "Log.entryAdded" and told["entry"]["level"] == "error":
-            self.errors.append(f"{told['entry']['text']} {told['entry'].get('url', '')}")
+            url = told["entry"].get("url", "")
+            if not url.endswith("/favicon.ico"):  # a browser's own wish, whenever it likes
+                self.errors.append(f"{told['entry']['text']} {url}")
 
     # -- what a reader sees ------------------------------------------------------------------------------------------
 

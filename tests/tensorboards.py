@@ -106,5 +106,10 @@ class Running:
             self.steps += 1
         return self
 
+    def flush(self) -> Running:
+        """What a run does when it prints a step."""
+        self._record._board.flush()
+        return self
+
     def finish(self) -> dict[str, Any]:
         return self._record.finish("completed")

@@ -52,8 +52,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 def page(browser: Page, address: str) -> Iterator[Page]:
     """The tab by itself, as TensorBoard puts it into its frame, with the first run drawn. It may log no error."""
     browser.open(f"{address}/data/plugin_entry.html?name=pipeline")
-    shown(browser, 0, "1f1b", 2)
     browser.errors.clear()
+    shown(browser, 0, "1f1b", 2)
     yield browser
     assert browser.errors == []
 
@@ -133,7 +133,6 @@ def test_a_step_is_drawn_with_every_action_and_its_figures(page: Page) -> None:
 def test_it_is_as_sharp_as_the_screen(page: Page, address: str) -> None:
     page.open(f"{address}/data/plugin_entry.html?name=pipeline", scale=2)
     shown(page, 0, "1f1b", 2)
-    page.errors.clear()
     wide, shown_wide = page.value("(({width, clientWidth}) => [width, clientWidth])(document.querySelector('canvas'))")
     assert wide == 2 * shown_wide
 
@@ -261,7 +260,7 @@ def test_two_runs_are_compared_on_one_axis(page: Page) -> None:
 def test_a_run_that_goes_on_is_followed(page: Page, logs: Path) -> None:
     going_on = Running(logs / "later", recorded.job("naive", 2, 2)).step()
     try:
-        going_on._record._board.flush()
+        going_on.flush()
         page.until("pipeline.poll() && pipeline.runs.some(({ name }) => name === 'later')")
         page.value("pipeline.panels[0].choose('later')")
         shown(page, 0, "naive", 0)
