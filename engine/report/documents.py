@@ -11,6 +11,7 @@ from engine.plan.timeline import Timeline
 from engine.report import series
 from engine.report.board import Board
 from engine.report.bubble import NAMES, Account
+from engine.report.clocks import Clocks
 from engine.report.gather import Step
 from engine.report.measure import Measure, fractions
 from engine.report.steps import document
@@ -19,8 +20,8 @@ from engine.report.steps import document
 class Documents:
     """Writes to `board`; `measure` has taken in a step before that is added here."""
 
-    def __init__(self, job: Job, board: Board, measure: Measure) -> None:
-        self._job, self._board, self._measure = job, board, measure
+    def __init__(self, job: Job, board: Board, measure: Measure, clocks: Clocks) -> None:
+        self._job, self._board, self._measure, self._clocks = job, board, measure, clocks
         self._thinning = series.Thinning()
         self._left: tuple[Step, Account] | None = None  # the latest step, where it was not chosen
         self._predicted: Timeline | None = None
@@ -54,6 +55,6 @@ class Documents:
     def _write(self, step: Step, account: Account) -> None:
         assert step.timeline is not None
         waterfall = self._measure.waterfall if self._measure.last is step.timeline else None
-        text = document(self._job, step.index, step.timeline, waterfall, self._predicted, [0] * self._job.world)
+        text = document(self._job, step.index, step.timeline, waterfall, self._predicted, self._clocks.uncertainty)
         shares = dict(zip(NAMES, fractions(account.table).mean(axis=0).tolist(), strict=True))
         self._board.document(step.index, text, series.about(step.seconds, shares))

@@ -49,4 +49,7 @@ def line_of(record: Record) -> tuple[int, int | None, str, str] | None:
     if record.kind == "ready":
         said = f"ready: process {meta['pid']}, device {meta['device']}, threads {meta['threads']}"
         return logging.INFO, meta["rank"], "engine", said
+    if record.kind == "clock":
+        said = f"clock {meta['offset_ns'] * 1e-6:+.3f} ms from rank 0's, +- {meta['uncertainty_ns'] * 1e-6:.3f} ms"
+        return logging.INFO, meta["rank"], "engine", f"{said}, read with rank {meta['leader']}"
     return None

@@ -12,7 +12,7 @@ where, and why.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,16 @@ _PATH = "critical path"
 _USERS = (Kind.F, Kind.B, Kind.I)
 
 
-def write_trace(path: Path, timeline: Timeline, ranks: int) -> None:
-    """Write a measured timeline; `ranks` is P, timeline ranks count over replicas."""
-    write_text(path, trace_of(timeline, ranks))
+def write_trace(path: Path, timeline: Timeline, ranks: int, uncertainty: Sequence[int] = ()) -> None:
+    """Write a measured timeline; `ranks` is P, timeline ranks count over replicas. `uncertainty`: of each rank's clock,
+    ns; it stands beside the rank's name."""
+    write_text(path, trace_of(timeline, ranks, uncertainty))
 
 
-def trace_of(timeline: Timeline, ranks: int) -> str:
+def trace_of(timeline: Timeline, ranks: int, uncertainty: Sequence[int] = ()) -> str:
     """The content of the file, an event a line."""
-    events = ",\n".join(json.dumps(event, separators=(",", ":")) for event in trace_events(timeline, ranks))
+    listed = [*trace_events(timeline, ranks), *_doubts(uncertainty)]
+    events = ",\n".join(json.dumps(event, separators=(",", ":")) for event in listed)
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{events}\n]}}\n'
 
 
@@ -80,6 +82,13 @@ def _path(timeline: Timeline, ranks: int, base: int) -> Iterator[Event]:
             "cat": _PATH,
             "args": {"rank": link.rank, "cause": link.cause},
         }
+
+
+def _doubts(uncertainty: Sequence[int]) -> Iterator[Event]:
+    for pid, ns in enumerate(uncertainty):
+        if ns:
+            said = f"clock +- {ns * 1e-6:.3f} ms"
+            yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_labels", "args": {"labels": said}}
 
 
 def _names(world: int, ranks: int) -> Iterator[Event]:

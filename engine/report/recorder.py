@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,10 +21,12 @@ from typing import Any, TextIO
 from PIL import Image
 
 from engine.job import Job
+from engine.plan.timeline import Timeline
 from engine.records import Record
 from engine.report import curves
 from engine.report.board import Board
 from engine.report.cause import diagnose
+from engine.report.clocks import Clocks
 from engine.report.documents import Documents
 from engine.report.draw import Panel, draw
 from engine.report.draw_bars import draw_bars
@@ -38,7 +41,7 @@ from engine.report.perfetto import write_trace
 from engine.report.progress import Progress
 from engine.report.summary import Totals
 from engine.report.tables import percent
-from engine.report.text import closing, path_text, report
+from engine.report.text import CLOCKS, PATH, clocks_text, closing, path_text, report
 
 
 class Recorder:
@@ -63,7 +66,9 @@ class Recorder:
         self._progress = Progress(job, console or sys.stdout, progress)
         self._steps, self._evaluations = Steps(job), Evaluations(job)
         self._totals, self._measure = Totals(job), Measure(job)
-        self._documents = Documents(job, self._board, self._measure)
+        self._clocks = Clocks(job.world, job.ranks)
+        self._documents = Documents(job, self._board, self._measure, self._clocks)
+        self._raw: Timeline | None = None  # the last traced step, each rank on its own clock
         self._watch = LossWatch(job.settings.train.stop_on_nan)
         self._summary: dict[str, Any] | None = None
 
@@ -79,7 +84,9 @@ class Recorder:
                 )
                 self._board.flush()
                 self._progress.say(str(evaluation))
-        elif line := line_of(record):
+        elif record.kind == "clock":
+            self._clocks.add(record)
+        if line := line_of(record):
             self._say(*line, shown=record.kind == "log")
 
     def finish(self, status: str, error: str | None = None) -> dict[str, Any]:
@@ -120,6 +127,8 @@ class Recorder:
         self._totals.add(step)
         values = curves.of_step(step)
         if step.timeline is not None:
+            self._raw, step = step.timeline, replace(step, timeline=self._clocks.aligned(step.timeline))
+            assert step.timeline is not None
             account = self._measure.add(step.timeline)
             values |= curves.of_account(self.job, account) | curves.of_waterfall(self._measure.waterfall)
             self._board.histograms(curves.action_times(step.timeline), step.index)
@@ -139,23 +148,33 @@ class Recorder:
     def _leave(self, summary: dict[str, Any], bubbles: Bubbles | None, cause: str) -> None:
         """Everything but summary.json."""
         last = self._totals.last_index
-        timeline = self._measure.last
-        path = "" if timeline is None else path_text(critical_path(timeline, self.job.ranks), timeline)
-        write_text(self.folder / "report.txt", report(self.job, summary, bubbles, cause, path))
-        self._board.text("report", report(self.job, summary, bubbles, cause, path, as_markdown=True), last)
+        timeline = self._aligned_last()
+        said = {} if timeline is None else {PATH: path_text(critical_path(timeline, self.job.ranks), timeline)}
+        said |= {CLOCKS: clocks_text(self._clocks)} if self._clocks.several else {}
+        write_text(self.folder / "report.txt", report(self.job, summary, bubbles, cause, said))
+        self._board.text("report", report(self.job, summary, bubbles, cause, said, as_markdown=True), last)
         if bubbles is not None:
             self._documents.finish()
             self._pictures(bubbles, last)
         if timeline is not None:
-            write_trace(self.folder / "trace.json", timeline, self.job.ranks)
+            write_trace(self.folder / "trace.json", timeline, self.job.ranks, self._clocks.uncertainty)
         self._board.scalars(results(summary), last)
         self._board.flush()
+
+    def _aligned_last(self) -> Timeline | None:
+        """The last traced step again, now that the drift between clocks is known."""
+        measure = self._measure
+        if self._raw is not None and self._clocks.several:
+            timeline = self._clocks.aligned(self._raw)
+            measure.last_whole = timeline if measure.last_whole is measure.last else measure.last_whole
+            measure.last = timeline
+        return measure.last
 
     def _pictures(self, bubbles: Bubbles, step: int) -> None:
         measured = self._measure.last_whole or self._measure.last
         assert measured is not None
         title, path = f"measured: bubble {percent(bubbles.measured)}", critical_path(measured, self.job.ranks)
-        panels = {"measured": Panel(title, measured, 1e-9, self.job.ranks, path)}
+        panels = {"measured": Panel(title, measured, 1e-9, self.job.ranks, path, self._clocks.uncertainty)}
         if bubbles.simulated is not None:
             title = f"predicted: bubble {percent(bubbles.predicted)} (ideal {percent(bubbles.ideal)})"
             panels = {"predicted": Panel(title, bubbles.simulated, 1.0, self.job.ranks)} | panels

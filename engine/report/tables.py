@@ -31,5 +31,5 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms"
+def milliseconds(seconds: float, digits: int = 1) -> str:
+    return f"{seconds * 1e3:.{digits}f} ms"

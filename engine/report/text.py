@@ -5,17 +5,19 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine.job import Job
 from engine.plan.timeline import Timeline
 from engine.report.bubble import NAMES
+from engine.report.clocks import Clocks
 from engine.report.measure import Bubbles
 from engine.report.path import Link, by_cause, by_rank, name_of
 from engine.report.tables import Rows, markdown, milliseconds, percent, size, table
 
+PATH, CLOCKS = "Critical path of the last traced step", "Clocks"
 LONGEST = 5  # links of the critical path that are named
 
 
@@ -81,6 +83,19 @@ def path_text(path: Sequence[Link], timeline: Timeline) -> str:
     return f"By cause: {causes}.\nBy rank: {places}.\nLongest links: {links}."
 
 
+def clocks_text(clocks: Clocks) -> str:
+    """How well the clocks of hosts that are not rank 0's are known."""
+    lines = []
+    for rank, ns in enumerate(clocks.uncertainty):
+        if ns:
+            drift = clocks.drift.get(clocks.leader(rank))
+            lines.append(
+                f"rank {rank}: on the clock of rank 0 to within {milliseconds(ns * 1e-9, 3)}"
+                + ("" if drift is None else f", drift {drift * 1e6:+.1f} ppm")
+            )
+    return "\n".join(lines)
+
+
 def headline(summary: dict[str, Any]) -> str:
     """The run in one line."""
     s = summary
@@ -120,9 +135,14 @@ def _tensorboard() -> str:
 
 
 def report(
-    job: Job, summary: dict[str, Any], bubbles: Bubbles | None, cause: str, path: str = "", as_markdown: bool = False
+    job: Job,
+    summary: dict[str, Any],
+    bubbles: Bubbles | None,
+    cause: str,
+    more: Mapping[str, str],
+    as_markdown: bool = False,
 ) -> str:
-    """The whole report: for report.txt, or in Markdown. `path`: the words of `path_text`."""
+    """The whole report: for report.txt, or in Markdown. `more`: heading -> words of further sections."""
     tabular = markdown if as_markdown else table
     sections = [("", headline(summary))]
     if summary["evaluation"] is not None:
@@ -133,7 +153,7 @@ def report(
         sections += [
             ("Bubble", tabular(bubble_rows(bubbles)) + "\n\n" + cause),
             *([("Waterfall", _waterfall_text(bubbles, tabular))] if bubbles.waterfall else []),
-            *([("Critical path of the last traced step", path)] if path else []),
+            *more.items(),
             ("Ranks", f"Mean over {bubbles.steps} traced steps, ms and share.\n\n" + tabular(rank_rows(job, bubbles))),
         ]
         if bubbles.costs is not None:

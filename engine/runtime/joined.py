@@ -25,9 +25,11 @@ from torch.distributed.rendezvous import rendezvous
 from engine.job import Job
 from engine.records import decode, encode
 from engine.runtime import interrupt
+from engine.runtime.clock import Clocks
+from engine.runtime.environment import one_host
 from engine.runtime.mailbox import Mailbox
 from engine.runtime.meet import connect
-from engine.runtime.rank import forward_logging, guarded, limit_threads, thread_logging, work
+from engine.runtime.rank import Post, forward_logging, guarded, limit_threads, thread_logging, work
 from engine.runtime.supervise import PEER_GRACE_S, SURE_GRACE_S, OnRecord
 from engine.runtime.verdict import Outcome, Verdict
 
@@ -68,7 +70,7 @@ class Meeting:
         def main() -> None:
             limit_threads(job)
             with thread_logging(0, inbox.put):
-                guarded(0, inbox.put, lambda: work(job, 0, connect(job, 0, self.store.clone()), inbox.put))
+                guarded(0, inbox.put, lambda: self._work(job, inbox.put))
 
         with interrupt.waking(inbox.put):
             threading.Thread(target=main, name="rank 0", daemon=True).start()
@@ -97,12 +99,14 @@ class Meeting:
             post = Mailbox(self.store.clone(), self.rank, self.world).post
             forward_logging(self.rank, post)
             limit_threads(job)
-            succeeded = guarded(
-                self.rank, post, lambda: work(job, self.rank, connect(job, self.rank, self.store.clone()), post)
-            )
+            succeeded = guarded(self.rank, post, lambda: self._work(job, post))
             code = 0 if succeeded else 1
         self._leave()
         return code
+
+    def _work(self, job: Job, post: Post) -> None:
+        clocks = None if one_host() else Clocks(self.store.clone(), self.rank, self.world)
+        work(job, self.rank, connect(job, self.rank, self.store.clone()), post, clocks)
 
     def _leave(self) -> None:
         """Stay until rank 0 has read what was posted: a launcher ends the other ranks as soon as one has failed."""

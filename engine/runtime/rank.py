@@ -20,6 +20,7 @@ import torch
 from engine.errors import message_of, printable
 from engine.job import Job
 from engine.records import encode
+from engine.runtime.clock import Clocks
 from engine.runtime.environment import cores
 from engine.runtime.position import place_of
 from engine.runtime.transport import PeerError, Transport
@@ -37,14 +38,17 @@ def guarded(rank: int, post: Post, work: Callable[[], None]) -> bool:
     return True
 
 
-def work(job: Job, rank: int, transport: Transport, post: Post) -> None:
-    """The rank's whole work, and the end of its transport: orderly, or at once where it failed."""
+def work(job: Job, rank: int, transport: Transport, post: Post, clocks: Clocks | None = None) -> None:
+    """The rank's whole work, and the end of its transport: orderly, or at once where it failed.
+
+    `clocks`: given where ranks may not all have one clock.
+    """
     from engine.runtime import worker
     from engine.targets import prepare_import_path
 
     prepare_import_path(job.start_dir)
     try:
-        worker.run(job, rank, transport, post)
+        worker.run(job, rank, transport, post, clocks)
     except BaseException:
         transport.abort()
         raise

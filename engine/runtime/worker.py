@@ -22,6 +22,7 @@ from engine.job import Job, MessageSpec
 from engine.plan.timeline import Kind
 from engine.records import encode
 from engine.runtime.build import Wiring, build_optimizer, build_stages, device_of, norms_of
+from engine.runtime.clock import Clocks
 from engine.runtime.evaluate import Evaluation
 from engine.runtime.executor import Executor
 from engine.runtime.feed import Count, Share, Shares
@@ -35,10 +36,10 @@ from engine.runtime.update import Update
 Post = Callable[[bytes], None]
 
 
-def run(job: Job, rank: int, transport: Transport, post: Post) -> None:
+def run(job: Job, rank: int, transport: Transport, post: Post, clocks: Clocks | None = None) -> None:
     """Train as world rank `rank`; returns when all of its work is done. Exceptions say where (see `executor`)."""
     with torch.cuda.stream(_own_stream(job, rank)):
-        Worker(job, rank, transport, post).run()
+        Worker(job, rank, transport, post, clocks).run()
 
 
 def _own_stream(job: Job, rank: int) -> torch.cuda.Stream | None:
@@ -50,9 +51,9 @@ def _own_stream(job: Job, rank: int) -> torch.cuda.Stream | None:
 class Worker:
     """Everything one rank holds while it trains."""
 
-    def __init__(self, job: Job, rank: int, transport: Transport, post: Post) -> None:
+    def __init__(self, job: Job, rank: int, transport: Transport, post: Post, clocks: Clocks | None = None) -> None:
         settings = job.settings
-        self.job, self.world_rank, self.post = job, rank, post
+        self.job, self.world_rank, self.post, self.clocks = job, rank, post, clocks
         self.replica, self.rank = divmod(rank, job.ranks)
         self.device = device_of(job, rank)
         if self.device.type == "cuda":
@@ -92,15 +93,22 @@ class Worker:
         """All steps, and the evaluations between and after them."""
         hello = {"rank": self.world_rank, "pid": os.getpid(), "device": str(self.device)}
         self.post(encode("ready", hello | {"threads": torch.get_num_threads()}))
+        self._compare_clocks()
         try:
             self._train()
         finally:
             self._flush()
+        self._compare_clocks()
         self.links.limit(0)
         for watch in self.watches:
             watch.close()
         self.reduce_thread.close()
         self.post(encode("done", {"rank": self.world_rank}))
+
+    def _compare_clocks(self) -> None:
+        """At both ends of a run: two offsets give the drift between."""
+        if self.clocks is not None and (offset := self.clocks.compare()):
+            self.post(encode("clock", {"rank": self.world_rank} | offset._asdict()))
 
     def _train(self) -> None:
         every, steps = self.job.settings.eval.every, self.shares.steps
