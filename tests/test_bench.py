@@ -7,16 +7,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
-from benchmarks.cases import CASES, GROUPS, Case
+from benchmarks import layers, scale, schedules
+from benchmarks.cases import CASES, FIELD, GROUPS, Case
 from benchmarks.figures import Run, compare, critical_path, share, step_time, table
-from benchmarks.sides import trace_durations
+from benchmarks.sides import medians, trace_durations
+from engine.plan.schedules import build
+from models.sleep import Sleeper
 
 seconds = st.floats(1e-4, 1.0)
+EIGHT = build("1f1b", 4, 8)
 
 
 def equal(stages: int, forward: float, backward: float) -> dict[str, list[float]]:
@@ -26,7 +31,7 @@ def equal(stages: int, forward: float, backward: float) -> dict[str, list[float]
 @given(st.integers(1, 5), st.integers(1, 9), seconds, seconds)
 def test_critical_path_of_equal_stages(ranks: int, microbatches: int, forward: float, backward: float) -> None:
     for schedule in ("gpipe", "1f1b"):
-        path = critical_path(schedule, ranks, microbatches, equal(ranks, forward, backward))
+        path = critical_path(build(schedule, ranks, microbatches), equal(ranks, forward, backward))
         assert path == pytest.approx((microbatches + ranks - 1) * (forward + backward))
 
 
@@ -34,7 +39,7 @@ def test_critical_path_of_equal_stages(ranks: int, microbatches: int, forward: f
 def test_critical_path_of_gpipe_with_unequal_stages(costs: list[tuple[float, float]], microbatches: int) -> None:
     forward, backward = map(list, zip(*costs, strict=True))
     want = sum(forward) + sum(backward) + (microbatches - 1) * (max(forward) + max(backward))
-    path = critical_path("gpipe", len(costs), microbatches, {"F": forward, "B": backward})
+    path = critical_path(build("gpipe", len(costs), microbatches), {"F": forward, "B": backward})
     assert path == pytest.approx(want)
 
 
@@ -48,9 +53,9 @@ def test_step_time_is_the_median_period_after_the_warmup() -> None:
 
 def test_ratio_excess_and_share() -> None:
     durations = equal(4, 0.005, 0.010)  # eight micro-batches: 11 x 15 ms
-    ours = [Run(0.165 * excess, durations) for excess in (1.04, 1.05, 1.9)]
-    peer = [Run(0.165 * excess, durations) for excess in (1.2, 1.1, 1.0)]
-    row = compare("1f1b", 4, 8, ours, peer, {"1 thread": [3.0, 1.0, 2.0]})
+    ours = [Run(0.165 * excess, EIGHT, durations) for excess in (1.04, 1.05, 1.9)]
+    peer = [Run(0.165 * excess, EIGHT, durations) for excess in (1.2, 1.1, 1.0)]
+    row = compare(ours, peer, {"1 thread": [3.0, 1.0, 2.0]})
     assert row["ratio"] == pytest.approx(1.05 / 1.1)
     assert row["ours"]["critical_path_s"] == pytest.approx(0.165)
     assert row["ours"]["excess"] == pytest.approx(0.05)
@@ -62,9 +67,9 @@ def test_ratio_excess_and_share() -> None:
 
 def test_excess_is_over_each_runs_own_durations() -> None:
     """A side whose sleeps overshoot more is not charged for it."""
-    ours = [Run(0.33, equal(4, 0.010, 0.020))]
-    peer = [Run(0.33, equal(4, 0.005, 0.010))]
-    row = compare("gpipe", 4, 8, ours, peer, {})
+    ours = [Run(0.33, EIGHT, equal(4, 0.010, 0.020))]
+    peer = [Run(0.33, EIGHT, equal(4, 0.005, 0.010))]
+    row = compare(ours, peer, {})
     assert row["ours"]["excess"] == pytest.approx(0.0)
     assert row["peer"]["excess"] == pytest.approx(1.0)
 
@@ -76,10 +81,10 @@ def test_share_of_a_peer_without_excess_is_not_a_number() -> None:
 
 
 def test_result_is_json_and_a_table() -> None:
-    runs = [Run(0.2, equal(4, 0.005, 0.010), {"loss": 1.0})]
+    runs = [Run(0.2, EIGHT, equal(4, 0.005, 0.010), {"loss": 1.0})]
     rows = {
-        "sleep": compare("gpipe", 4, 8, runs, runs, {}),
-        "gpt": compare("gpipe", 4, 8, runs, runs, {"1 thread": [0.5], "all threads": [0.25]}),
+        "sleep": compare(runs, runs, {}),
+        "gpt": compare(runs, runs, {"1 thread": [0.5], "all threads": [0.25]}),
     }
     assert json.loads(json.dumps(rows)) == rows
     head, sleep, gpt = table(rows).splitlines()
@@ -97,13 +102,56 @@ def test_durations_are_read_from_a_trace() -> None:
     others = [span("0SEND_F0", 9e9), span("WAIT_F", 9e9), span("0F1", 9e9, "s"), {"ph": "M"}]
     durations = trace_durations({"traceEvents": spans + others}, stages=2)
     assert durations == {"F": [pytest.approx(0.002), pytest.approx(0.007)], "B": [0.005, pytest.approx(0.009)]}
+    assert medians({("W", "1"): [3.0, 1.0, 2.0]}, stages=2) == {"W": [0.0, 2.0]}
+
+
+def test_critical_path_of_halves_and_chunks() -> None:
+    """Where F, I and W take equally long, ZB-V has no bubble but askew ends: 25.5 units of 24."""
+    program = build("zb_v", 4, 8)
+    assert critical_path(program, {op: [0.5] * 8 for op in "FIW"}) == pytest.approx(25.5)
+
+
+def test_a_row_without_a_peer() -> None:
+    row = compare([Run(0.2, EIGHT, equal(4, 0.005, 0.010))], [], {})
+    assert (row["peer"], row["ratio"], row["share"]) == (None, None, None)
+    assert table({"naive": row}).splitlines()[1].split()[1:4] == ["200.00", "-", "-"]
+
+
+def test_what_zero_bubbles_gain_is_said_for_each_size() -> None:
+    def row(step: float, share: float | None) -> dict[str, object]:
+        return {"ours": {"median_s": step, "critical_path_s": step}, "share": share}
+
+    rows = {"1f1b m=8": row(0.165, 0.5), "zb_v m=8": row(0.132, 0.9), "zb_h1 m=8": row(0.140, None)}
+    first, second = schedules.conclusions(rows)
+    assert first.startswith("zb_v m=8 takes 132.0 ms, 1f1b m=8 165.0 ms: 1.250 times as fast")
+    assert second == "more than 0.7 of the peer's excess: zb_v m=8 0.90"
+    assert schedules.conclusions({"1f1b m=16": row(0.3, 0.5)}) == [
+        "at most 0.7 of the peer's excess everywhere (largest: 0.50)"
+    ]
+
+
+def test_sleep_made_for_the_peer_is_the_same_layer() -> None:
+    """The same values and gradients; the weight's share of the time is spent on the way to the weight."""
+    sleeper = Sleeper(4, 0.0, 0.0, 0.0)
+    (other,) = layers.halved(torch.nn.Sequential(sleeper))
+    x = torch.randn(3, 4, requires_grad=True)
+    y, z = sleeper(x), other(x)
+    assert torch.equal(y, z)
+    assert torch.equal(*(torch.autograd.grad(v.square().sum(), sleeper.linear.weight)[0] for v in (y, z)))
+
+
+def test_scale_measures_each_step() -> None:
+    found = scale.measured("v_min", 4, 16)
+    assert found["actions"] == 4 * 16 * 6
+    assert found["total_s"] >= found["generate_s"] > 0 and found["peak_bytes"] > 1e7
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_cases_leave_steps_to_measure(case: Case) -> None:
     assert case.steps >= case.warmup + 6
-    assert f"pipeline.microbatches={case.microbatches}" in case.overrides
+    assert f"pipeline.microbatches={case.microbatches}" in case.overrides()
+    assert "schedule=csv" in case.overrides("x.csv") and "schedule.path=x.csv" in case.overrides("x.csv")
 
 
 def test_names_of_cases_tell_them_apart() -> None:
-    assert len(CASES) == sum(map(len, GROUPS.values()))
+    assert len(CASES) == sum(map(len, (*GROUPS.values(), *FIELD.values())))

@@ -9,15 +9,33 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from engine.job import Job
+from engine.plan.schedules import offered_schedules
 
 CONF = Path(__file__).parents[2] / "conf"
 
 
+SYNCHRONOUS = tuple(name for name in offered_schedules() if name != "csv" and not name.startswith("pipedream"))
+# Schedules that torch.distributed.pipelining has too, and its classes.
+THEIRS = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "looped_bfs": "ScheduleLoopedBFS",
+    "zb_v": "ScheduleZBVZeroBubble",
+    "dualpipe_v": "ScheduleDualPipeV",
+}
+
+
 @dataclass(frozen=True)
 class Case:
-    """One row of the comparison. `plain`: also run as one plain process."""
+    """One row of the comparison. `plain`: also run as one plain process.
+
+    `theirs`: the peer's class, None where it has none. `borrowed`: it has no equal here, so our side runs the program
+    that the peer wrote; `schedule` is then one of ours with the same placement.
+    """
 
     name: str
     schedule: str
@@ -27,12 +45,13 @@ class Case:
     choices: tuple[str, ...]
     plain: bool = False
     warmup: int = 4
+    theirs: str | None = None
+    borrowed: bool = False
 
-    @property
-    def overrides(self) -> list[str]:
-        """The engine's arguments."""
+    def overrides(self, program: str | None = None) -> list[str]:
+        """The engine's arguments. `program`: the file of a borrowed program."""
         return [
-            f"schedule={self.schedule}",
+            *([f"schedule={self.schedule}"] if program is None else ["schedule=csv", f"schedule.path={program}"]),
             f"pipeline.ranks={self.ranks}",
             f"pipeline.microbatches={self.microbatches}",
             f"train.steps={self.steps}",
@@ -49,20 +68,29 @@ class Case:
         from engine.runtime.prepare import prepare
 
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            settings = load(compose("config", overrides=self.overrides))
+            settings = load(compose("config", overrides=self.overrides()))
         return prepare(settings, start_dir=".", run_dir=".")
 
 
-def sleep(schedule: str) -> Case:
-    """15 ms per stage and micro-batch that use no CPU: what is left is the schedule and the way messages travel."""
+def sleep(schedule: str, microbatches: int = 8, steps: int = 20, **more: Any) -> Case:
+    """15 ms per rank and micro-batch that use no CPU: what is left is the schedule and the way messages travel."""
     costs = [f"model.{part}_ms=5" for part in ("forward", "input_backward", "weight_backward")]
-    choices = ("model=sleep", "data=synthetic", "data.shape=[16]", "train.global_batch_size=8", *costs)
-    return Case(f"sleep {schedule}", schedule, ranks=4, microbatches=8, steps=20, choices=choices)
+    choices = ("model=sleep", "data=synthetic", "data.shape=[16]", f"train.global_batch_size={microbatches}", *costs)
+    known: dict[str, Any] = {"name": f"sleep {schedule}", "theirs": THEIRS.get(schedule)}
+    return Case(schedule=schedule, ranks=4, microbatches=microbatches, steps=steps, choices=choices, **(known | more))
+
+
+def schedules(microbatches: int) -> list[Case]:
+    """Every synchronous schedule on stages that sleep, and the peer's interleaved zero bubble."""
+    ours = [sleep(name, microbatches, 14, name=f"{name} m={microbatches}") for name in SYNCHRONOUS]
+    name, theirs = f"interleaved_zb m={microbatches}", "ScheduleInterleavedZeroBubble"
+    return [*ours, sleep("interleaved_1f1b", microbatches, 14, name=name, theirs=theirs, borrowed=True)]
 
 
 TINY = Case(  # next to no work per action: what is left is what an action costs to carry out
     "tiny",
     "1f1b",
+    theirs=THEIRS["1f1b"],
     ranks=4,
     microbatches=8,
     steps=60,
@@ -76,6 +104,7 @@ TINY = Case(  # next to no work per action: what is left is what an action costs
 RESNET50 = Case(
     "resnet50",
     "gpipe",
+    theirs=THEIRS["gpipe"],
     ranks=2,
     microbatches=4,
     steps=10,
@@ -85,6 +114,7 @@ RESNET50 = Case(
 GPT = Case(
     "gpt",
     "1f1b",
+    theirs=THEIRS["1f1b"],
     ranks=2,
     microbatches=4,
     steps=14,
@@ -105,4 +135,5 @@ GROUPS = {
     "resnet50": [RESNET50],
     "gpt": [GPT],
 }
-CASES = {case.name: case for group in GROUPS.values() for case in group}
+FIELD = {microbatches: schedules(microbatches) for microbatches in (8, 16)}
+CASES = {case.name: case for group in (*GROUPS.values(), *FIELD.values()) for case in group}

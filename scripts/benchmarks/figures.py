@@ -17,15 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from engine.plan.schedules import build
+from engine.plan.actions import COMPUTE, Program
 from engine.plan.simulate import Costs, simulate
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of one side: seconds per step; of a pipeline "F" and "B" -> median seconds of an action, per stage."""
+    """One run of one side: seconds per step; of a pipeline also what it executed, compute only, and for each kind of
+    action ("F", "B", "I", "W") its median seconds, per stage; 0 where a stage has none."""
 
     step_s: float
+    program: Program | None = None
     durations: Mapping[str, Sequence[float]] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
 
@@ -38,39 +40,39 @@ def step_time(ends: Sequence[float], warmup: int) -> float:
     return median(b - a for a, b in pairwise(kept))
 
 
-def critical_path(schedule: str, ranks: int, microbatches: int, durations: Mapping[str, Sequence[float]]) -> float:
-    """Seconds that a step of `schedule` takes where each action takes its stage's duration and transfer is free."""
-    halves = [0.0] * ranks  # I and W: these schedules have full backwards only
-    duration = np.array([durations["F"], durations["B"], halves, halves])[:, :, None]
-    program = build(schedule, ranks, microbatches)
-    return float(simulate(program, Costs(duration, np.zeros(ranks))).end.max())
+def critical_path(program: Program, durations: Mapping[str, Sequence[float]]) -> float:
+    """Seconds that a step takes where each action takes its stage's duration and transfer is free."""
+    none = [0.0] * program.stages
+    duration = np.array([durations.get(op.name, none) for op in COMPUTE])[:, :, None]
+    return float(simulate(program, Costs(duration, np.zeros(program.stages))).end.max())
 
 
 def compare(
-    schedule: str,
-    ranks: int,
-    microbatches: int,
     ours: Sequence[Run],
     peer: Sequence[Run],
     plain: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
-    """One row: each side's runs and medians, and their ratios. `ratio` below 1: ours is faster."""
-    row: dict[str, Any] = {"schedule": schedule, "ranks": ranks, "microbatches": microbatches}
-    for side, runs in (("ours", ours), ("peer", peer)):
-        paths = [critical_path(schedule, ranks, microbatches, run.durations) for run in runs]
-        excesses = [run.step_s / path - 1 for run, path in zip(runs, paths, strict=True)]
-        row[side] = {
-            "step_s": [run.step_s for run in runs],
-            "median_s": median(run.step_s for run in runs),
-            "critical_path_s": median(paths),
-            "excess": median(excesses),
-            "per_action_s": median(run.step_s for run in runs) / (2 * microbatches),
-            "runs": [{"durations": run.durations, **run.details} for run in runs],
-        }
-    row["ratio"] = row["ours"]["median_s"] / row["peer"]["median_s"]
-    row["share"] = share(row["ours"]["excess"], row["peer"]["excess"])
+    """One row: each side's runs and medians, and their ratios. `ratio` below 1: ours is faster. No peer: None."""
+    row: dict[str, Any] = {"ours": _side(ours), "peer": _side(peer) if peer else None, "ratio": None, "share": None}
+    if peer:
+        row["ratio"] = row["ours"]["median_s"] / row["peer"]["median_s"]
+        row["share"] = share(row["ours"]["excess"], row["peer"]["excess"])
     row["plain"] = {label: {"step_s": list(times), "median_s": median(times)} for label, times in plain.items()}
     return row
+
+
+def _side(runs: Sequence[Run]) -> dict[str, Any]:
+    programs = [run.program for run in runs if run.program is not None]
+    paths = [critical_path(program, run.durations) for program, run in zip(programs, runs, strict=True)]
+    step = median(run.step_s for run in runs)
+    return {
+        "step_s": [run.step_s for run in runs],
+        "median_s": step,
+        "critical_path_s": median(paths),
+        "excess": median(run.step_s / path - 1 for run, path in zip(runs, paths, strict=True)),
+        "per_action_s": step * programs[0].ranks / len(programs[0]),
+        "runs": [{"durations": run.durations, **run.details} for run in runs],
+    }
 
 
 def share(ours: float, peer: float) -> float | None:
@@ -83,20 +85,29 @@ def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
     head = ["row", "ours ms", "peer ms", "ours/peer", "ours/critical", "peer/critical", "share of excess"]
     lines = [[*head, "us/action ours", "peer", "plain ms, 1 thread", "all threads"]]
     for name, row in rows.items():
-        ours, peer, part = row["ours"], row["peer"], row["share"]
+        sides = (row["ours"], row["peer"])
         lines.append(
             [
                 name,
-                *(f"{side['median_s'] * 1e3:.2f}" for side in (ours, peer)),
-                f"{row['ratio']:.3f}",
-                *(f"{1 + side['excess']:.3f}" for side in (ours, peer)),
-                "-" if part is None else f"{part:.2f}",
-                *(f"{side['per_action_s'] * 1e6:.0f}" for side in (ours, peer)),
+                *(_figure(side and side["median_s"] * 1e3, ".2f") for side in sides),
+                _figure(row["ratio"], ".3f"),
+                *(_figure(side and 1 + side["excess"], ".3f") for side in sides),
+                _figure(row["share"], ".2f"),
+                *(_figure(side and side["per_action_s"] * 1e6, ".0f") for side in sides),
                 *(
                     f"{row['plain'][label]['median_s'] * 1e3:.2f}" if row["plain"] else "-"
                     for label in ("1 thread", "all threads")
                 ),
             ]
         )
+    return aligned(lines)
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Columns aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

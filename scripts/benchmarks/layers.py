@@ -17,12 +17,34 @@ from engine.runtime.build import model_layers
 from engine.runtime.seeds import building
 from engine.runtime.source import dataset, pair
 from engine.targets import build
+from models.sleep import Sleeper, late
 
 
 def stage_of(job: Job, stage: int) -> nn.Sequential:
     """The layers of one stage, as the engine cuts the model."""
     ends = [*job.split[1:], len(job.layers)]
     return _built(job, job.split[stage], ends[stage])
+
+
+class HalvedSleeper(nn.Module):
+    """A sleeping layer for a library that cuts the graph itself: the weight's share of the time lies on its weight."""
+
+    def __init__(self, sleeper: Sleeper) -> None:
+        super().__init__()
+        self.sleeper = sleeper
+
+    def forward(self, x: Tensor) -> Tensor:
+        layer = self.sleeper
+        flat = x.flatten(1)
+        fitted = nn.functional.pad(flat, (0, layer.linear.in_features - flat.shape[1]))
+        weight = late(layer.linear.weight, 0.0, layer.weight_s, 0.0)
+        y = nn.functional.linear(fitted, weight, layer.linear.bias)
+        return late(y, layer.forward_s, layer.input_s, 0.0).clone()  # the library detaches it in place: no view
+
+
+def halved(stage: nn.Sequential) -> nn.Sequential:
+    """The stage with its sleeping layers made for a split backward; others are as they were."""
+    return nn.Sequential(*(HalvedSleeper(layer) if isinstance(layer, Sleeper) else layer for layer in stage))
 
 
 def whole(job: Job) -> nn.Sequential:
