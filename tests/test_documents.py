@@ -6,6 +6,7 @@ import json
 import warnings
 from typing import Any
 
+import command
 import pytest
 from command import Engine
 
@@ -15,6 +16,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+engine = command.engine  # a fixture
 NEEDS = {"F": ("WAIT_F", "SEND_F", -1), "B": ("WAIT_B", "SEND_B", 1), "I": ("WAIT_B", "SEND_B", 1)}
 
 
