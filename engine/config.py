@@ -20,9 +20,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from engine.plan.choose import ALL
-from engine.plan.features import COPIES, SPLIT, features
+from engine.plan.features import COPIES, SPLIT, VERSIONS, features
+from engine.plan.schedules import SCHEDULES, offered_schedules
 from engine.plan.schedules import build as build_schedule
-from engine.plan.schedules import offered_schedules
 from engine.runtime.environment import joined
 from engine.settings import Settings
 
@@ -46,7 +46,7 @@ LATER: dict[str, tuple[str, ...]] = {
     "recompute": ("all", "full", "selective"),
     "partition.name": ("time",),
 }
-EXECUTED = (SPLIT, COPIES)  # of plan/features.py: what the runtime can execute
+EXECUTED = (SPLIT, COPIES, VERSIONS)  # of plan/features.py: what the runtime can execute
 AT_LEAST: dict[str, float] = {
     "pipeline.ranks": 1,
     "pipeline.microbatches": 1,
@@ -178,6 +178,7 @@ def check(settings: Settings) -> None:
         _check_comparison(settings)
     else:
         _check_schedule(settings)
+        _check_asynchronous(settings)
     for group in ("partition", "model"):
         _check_split(f"{group}.split", get(settings, group).get("split"))
     _check_loader(settings.data)
@@ -235,6 +236,23 @@ def _check_comparison(settings: Settings) -> None:
         raise ValueError(f"plan.compare={settings.plan.compare} compares plans and trains nothing: add mode=plan")
 
 
+def _check_asynchronous(settings: Settings) -> None:
+    """Such a schedule updates each stage in its own time, so there is no moment for what all stages do together."""
+    name, train = settings.schedule["name"], settings.train
+    if SCHEDULES[name].stream is None:
+        return
+    if train.clip_norm is not None:
+        raise ValueError(
+            f"train.clip_norm={train.clip_norm} is not possible with schedule {name}: its stages update at different "
+            "times, so there is no norm of the whole gradient; set it to null, or use a synchronous schedule"
+        )
+    if train.accumulate != 1:
+        raise ValueError(
+            f"train.accumulate={train.accumulate} is not possible with schedule {name}, which never drains between "
+            "passes; set it to 1 (schedule=pipedream_2bw adds up pipeline.microbatches before each update)"
+        )
+
+
 def _check_split(path: str, split: Any) -> None:
     """The one key of its section that is the engine's own; a word would be taken apart into its letters."""
     if split is not None and not (isinstance(split, list) and all(isinstance(name, str) for name in split)):
@@ -259,7 +277,8 @@ def _check_loader(data: Mapping[str, Any]) -> None:
 
 def _check_batch(settings: Settings) -> None:
     batch, replicas = settings.train.global_batch_size, settings.data_parallel.replicas
-    passes, microbatches = settings.train.accumulate, settings.pipeline.microbatches
+    schedule = SCHEDULES[settings.schedule["name"]]
+    passes, microbatches = settings.train.accumulate, schedule.per_update(settings.pipeline.microbatches)
     share = batch // (replicas * passes)
     if microbatches > share:
         parts = f"train.global_batch_size={batch} over {replicas} replica(s) and {passes} pass(es)"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.plan.actions import Placement, Program
+from engine.plan.schedules import SCHEDULES
 from engine.settings import Settings
 
 
@@ -49,7 +50,8 @@ class Layer:
 @dataclass(frozen=True)
 class Job:
     """`boundaries[(mode, rows)]`: what stage s sends to s+1 for a micro-batch of `rows` samples, for s = 0..S-2, and
-    at S-1 the model's output; mode is "train" or "eval"."""
+    at S-1 the model's output; mode is "train" or "eval". An asynchronous schedule has `windows` and `streams` instead
+    of `steps` and `passes`; `compute` is then the program of its first window."""
 
     settings: Settings
     placement: Placement
@@ -62,8 +64,16 @@ class Job:
     passes: dict[int, Program]  # M -> the same without REDUCE and STEP, for all but the last pass of an accumulation
     evaluations: dict[int, Program]  # M -> lowered forward-only program
     boundaries: dict[tuple[str, int], tuple[MessageSpec, ...]] = field(default_factory=dict)
+    windows: tuple[int, ...] = ()  # of an asynchronous schedule: how many updates lie between its drains
+    streams: dict[tuple[int, ...], Program] = field(default_factory=dict)  # micro-batches of updates -> lowered program
     start_dir: str = "."
     run_dir: str = "."
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches of a pass, where there are enough samples; of an update, where the schedule is asynchronous."""
+        settings = self.settings
+        return SCHEDULES[settings.schedule["name"]].per_update(settings.pipeline.microbatches)
 
     @property
     def ranks(self) -> int:

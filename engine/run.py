@@ -23,7 +23,8 @@ from engine.plan.actions import Program
 from engine.plan.choose import activations, compare, table
 from engine.plan.lowering import lower
 from engine.plan.schedules import SCHEDULES, build
-from engine.plan.simulate import Costs, figures, simulate
+from engine.plan.simulate import Costs, compute_only, figures, simulate
+from engine.plan.steady import long_run
 from engine.plan.summary import CSV_NAME, plan_summary, plan_text
 from engine.plan.text import to_csv
 from engine.plan.verify import verify
@@ -167,12 +168,17 @@ def write_plan(
     lowered = lower(program, reduce=settings.data_parallel.replicas > 1, step=True)
     for each in (program, lowered):
         verify(each, ascending=SCHEDULES[program.name].ascending)
+    computations, pipeline = compute_only(program), settings.pipeline
     costs = Costs.from_settings(settings.plan.costs, program.placement, program.microbatches)
-    timeline = simulate(program, costs)
-    found = figures(program, timeline)
-    write_json(folder / "plan.json", plan_summary(program, lowered, costs, timeline, found, layers))
-    write_text(folder / CSV_NAME, to_csv(program))
-    return plan_text(program, lowered, timeline, found)
+    timeline = simulate(computations, costs)
+    found = figures(computations, timeline)
+    long = None
+    if program.asynchronous:
+        options = settings.schedule_options
+        long = long_run(program.name, pipeline.ranks, pipeline.microbatches, settings.plan.costs, options)
+    write_json(folder / "plan.json", plan_summary(computations, lowered, costs, timeline, found, layers, long))
+    write_text(folder / CSV_NAME, to_csv(computations))
+    return plan_text(computations, lowered, timeline, found, long=long)
 
 
 def _prepared(settings: Settings, start_dir: str, run_dir: str) -> Job:

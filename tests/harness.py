@@ -133,7 +133,11 @@ def plain(wanted: Settings, microbatched: bool) -> tuple[dict[str, Tensor], list
         y = torch.stack([data[i][1] for i in indices])
         total = loss.count(y, None)
         sums = []
-        pieces = list(_pieces(wanted, len(indices))) if microbatched else [(0, 0, 0, len(indices))]
+        pieces = (
+            list(cut_in(wanted, len(indices), wanted.pipeline.microbatches))
+            if microbatched
+            else [(0, 0, 0, len(indices))]
+        )
         for replica, microbatch, start, rows in pieces:
             value = x[start : start + rows].clone()
             for index, layer in enumerate(layers):
@@ -154,12 +158,12 @@ def plain(wanted: Settings, microbatched: bool) -> tuple[dict[str, Tensor], list
     return state, logged
 
 
-def _pieces(wanted: Settings, count: int) -> Iterator[tuple[int, int, int, int]]:
+def cut_in(wanted: Settings, count: int, microbatches: int) -> Iterator[tuple[int, int, int, int]]:
     """(replica, micro-batch of the replica, first row of the global batch, rows)."""
     row = 0
     for replica, share in enumerate(sizes(count, wanted.data_parallel.replicas)):
         microbatch = 0
-        for piece in passes(share, wanted.train.accumulate, wanted.pipeline.microbatches, lambda m: m):
+        for piece in passes(share, wanted.train.accumulate, microbatches, lambda m: m):
             for rows in piece:
                 yield replica, microbatch, row, rows
                 microbatch, row = microbatch + 1, row + rows

@@ -11,7 +11,8 @@ from engine.plan.actions import Action, Op, Placement, Program
 from engine.plan.schedules import SCHEDULES, build, offered_schedules
 
 PLAIN = ("naive", "gpipe", "1f1b")  # one stage per rank, full backwards
-EVERY = tuple(name for name in offered_schedules() if name != "csv")
+EVERY = tuple(name for name in offered_schedules() if name != "csv" and SCHEDULES[name].stream is None)
+ASYNCHRONOUS = tuple(name for name in offered_schedules() if SCHEDULES[name].stream is not None)
 
 
 @st.composite

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from program_strategies import EVERY
+from program_strategies import ASYNCHRONOUS, EVERY
 
 from engine.plan.choose import compare, table
 from engine.plan.features import COPIES, SPLIT, features
@@ -90,7 +90,7 @@ def test_one_list_of_costs_per_rank_serves_all_schedules():
 
 
 def test_all_of_them_but_those_from_files():
-    assert {row.name for row in compare(["all"], 4, 8, EQUAL)} == set(EVERY)
+    assert {row.name for row in compare(["all"], 4, 8, EQUAL)} == {*EVERY, *ASYNCHRONOUS}
     assert [row.name for row in compare(["gpipe", "gpipe"], 4, 8, EQUAL)] == ["gpipe"]
 
 
@@ -98,7 +98,7 @@ def test_the_table_has_a_line_for_each_and_the_reasons():
     rows = compare(["1f1b", "zb_h1", "chimera", "gpipe"], 3, 4, EQUAL, memory_limit=3)
     lines = table(rows).splitlines()
     assert [line.split()[0] for line in lines] == ["schedule", "zb_h1", "1f1b", "chimera", "gpipe"]
-    assert lines[1].split()[1:] == ["14", "0.1429", "0.1429", "3", "16", "1"]
+    assert lines[1].split()[1:] == ["14", "0.1429", "0.1429", "3", "16", "1", "1"]
     assert lines[3].endswith("-  pipeline.ranks must be even: 2, 4, 6, ...")
     assert lines[4].endswith("-  keeps 4 activations, more than 3")
 
@@ -119,16 +119,16 @@ def test_the_page_is_up_to_date():
 
 
 def test_the_page_has_every_schedule_with_its_grid():
-    assert set(ADVICE) == set(EVERY)
+    assert set(ADVICE) == {*EVERY, *ASYNCHRONOUS}
     page = guide()
-    for name in EVERY:
+    for name in ADVICE:
         section = page.split(f"\n## {name}\n")[1].split("\n## ")[0]
         assert section.count("\nrank ") == 4
         assert section.split("* Defined for: ")[1].startswith(ADVICE[name].constraints)
         assert re.search(r"20\d\d|arXiv|SC'2\d|Every pipeline is judged|DualPipe repository", section), "no source"
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [*EVERY, *ASYNCHRONOUS])
 def test_the_constraints_on_the_page_are_those_of_the_code(name):
     refused = any(SCHEDULES[name].complaint(p, m, {}) for p in range(1, 6) for m in range(1, 13))
     assert refused != ADVICE[name].constraints.startswith(ANY)

@@ -263,7 +263,8 @@ def parse(text: str, ranks: int = 2) -> Program:
         ("0F0,0B0,0REDUCE_GRAD\n1F0,1REDUCE_GRAD,1B0", "1REDUCE_GRAD", "1B0", "before the gradients are complete"),
         ("0F0,0REDUCE_GRAD\n1F0", "0REDUCE_GRAD", "no backward", "no gradients to work on"),
         ("0F0,0B0,2F0\n1F0,1B0", "2F0", "2 stages x 1 micro-batches", "not an action of a program of 2 stages"),
-        ("0F0,0B0,0STEP0\n1F0,1B0", "0STEP0", "2 stages x 1 micro-batches", "not an action of a program"),
+        ("0F0,0B0,0STEP0\n1F0,1B0", "1B0", "1STEP0", "1B0 lacks 1STEP0 after it, on rank 1"),
+        ("0F0,0B0,0STEP0\n1F0,1B0,1STEP", "1STEP", "2 stages x 1 micro-batches", "not an action of a program"),
     ],
 )
 def test_what_is_wrong_is_said(rows, action, blocker, sentence):

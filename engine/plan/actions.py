@@ -46,7 +46,7 @@ _FUSED = 1 << 55
 
 
 class Action(NamedTuple):
-    """One entry of a program. `microbatch` is -1 where there is none (REDUCE, a synchronous STEP).
+    """One entry of a program. `microbatch` is -1 where there is none (a synchronous REDUCE or STEP).
 
     `fused` marks the first of an overlapped pair: it and the next action of its row are one visible action.
     """
@@ -147,12 +147,17 @@ class Placement:
 
 @dataclass(frozen=True, eq=False)
 class Program:  # noqa: PLW1641 (its arrays do not hash, so it does not either)
-    """For each rank a row of packed actions, in the order in which the rank executes them."""
+    """For each rank a row of packed actions, in the order in which the rank executes them.
+
+    `versions`, only for an asynchronous program, and only where a forward does not simply read the newest weights:
+    after how many updates of the program (stage, micro-batch) reads them, forward and backward alike: shape [S, M].
+    """
 
     name: str
     placement: Placement
     microbatches: int
     rows: tuple[Row, ...]
+    versions: Row | None = None
 
     @property
     def ranks(self) -> int:
@@ -161,6 +166,11 @@ class Program:  # noqa: PLW1641 (its arrays do not hash, so it does not either)
     @property
     def stages(self) -> int:
         return self.placement.stages
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether stages update their weights while micro-batches are in flight: a STEP names a micro-batch."""
+        return any((((row >> 56) == Op.STEP) & ((row & 0xFFFFFFFF) > 0)).any() for row in self.rows)
 
     def actions(self, rank: int) -> Iterator[Action]:
         return (Action.unpack(code) for code in self.rows[rank])
@@ -172,10 +182,15 @@ class Program:  # noqa: PLW1641 (its arrays do not hash, so it does not either)
         if not isinstance(other, Program):
             return NotImplemented
         same = (self.name, self.placement, self.microbatches) == (other.name, other.placement, other.microbatches)
-        return same and len(self.rows) == len(other.rows) and all(map(np.array_equal, self.rows, other.rows))
+        same = same and len(self.rows) == len(other.rows) and all(map(np.array_equal, self.rows, other.rows))
+        return same and np.array_equal(_some(self.versions), _some(other.versions))
 
     @classmethod
     def of(cls, name: str, placement: Placement, microbatches: int, rows: Sequence[Sequence[Action]]) -> Program:
         """Pack rows of actions."""
         packed = tuple(np.array([a.pack() for a in row], dtype=np.int64) for row in rows)
         return cls(name, placement, microbatches, packed)
+
+
+def _some(table: Row | None) -> Row:
+    return np.empty(0, dtype=np.int64) if table is None else table

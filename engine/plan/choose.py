@@ -9,13 +9,14 @@ one of v chunks of a rank keeps 1/v of it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.plan.actions import SENDS, Program, unpack
 from engine.plan.lowering import lower
 from engine.plan.schedules import SCHEDULES, build, offered_schedules
 from engine.plan.simulate import Costs, Figures, figures, simulate
+from engine.plan.steady import LongRun, long_run
 from engine.plan.verify import peak_kept, verify
 
 ALL = "all"  # among the names: every schedule that needs no file
@@ -27,7 +28,9 @@ class Choice:
 
     `cost`: the largest rank cost, what a step takes where steps follow each other; `makespan`: of one step alone. Both
     in the unit of the costs, like the bubble figures of `simulate.Figures`. `peak`: the most activations kept on any
-    rank, from F to the end of the weight gradient. `transfers`: messages between ranks in a step. `copies`: of weights.
+    rank, from F to the end of the weight gradient. `transfers`: messages between ranks in a step. `copies`: of weights;
+    `versions`: of each copy's weights, the most on any rank. Of an asynchronous schedule a step is M micro-batches in
+    the steady state, and both bubble figures are those of that state.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Choice:
     peak: float = 0.0
     transfers: int = 0
     copies: int = 1
+    versions: int = 1
     refused: str | None = None
 
 
@@ -76,7 +80,7 @@ def _choice(
     if name in SCHEDULES and (complaint := SCHEDULES[name].complaint(ranks, microbatches, options)):
         return Choice(name, refused=complaint)
     program = build(name, ranks, microbatches, options)
-    return limited(measured(program, Costs.from_settings(costs, program.placement, microbatches)), limit)
+    return limited(measured(program, costs, options), limit)
 
 
 def limited(choice: Choice, limit: float | None) -> Choice:
@@ -86,16 +90,20 @@ def limited(choice: Choice, limit: float | None) -> Choice:
     return Choice(choice.name, peak=choice.peak, refused=f"keeps {choice.peak:g} activations, more than {limit:g}")
 
 
-def measured(program: Program, costs: Costs) -> Choice:
-    """The figures of a compute-only program, once it is verified."""
+def measured(program: Program, costs: Mapping[str, Any], options: Mapping[str, Any]) -> Choice:
+    """The figures of a schedule's program, once it is verified. `costs` as `plan.costs`; `options` of the schedule."""
     verify(program, ascending=SCHEDULES[program.name].ascending)
+    found = figures(program, simulate(program, Costs.from_settings(costs, program.placement, program.microbatches)))
     lowered = lower(program, reduce=False, step=False)
-    return choice_of(program, lowered, figures(program, simulate(program, costs)))
+    long = None
+    if program.asynchronous:
+        long = long_run(program.name, program.ranks, program.microbatches, costs, options)
+    return choice_of(program, lowered, found, long)
 
 
-def choice_of(program: Program, lowered: Program, found: Figures) -> Choice:
-    """The figures of a program that is verified, lowered and simulated already."""
-    return Choice(
+def choice_of(program: Program, lowered: Program, found: Figures, long: LongRun | None = None) -> Choice:
+    """The figures of a program that is verified, lowered and simulated already; `long` where it is asynchronous."""
+    choice = Choice(
         program.name,
         found.bubble_cost,
         found.makespan,
@@ -105,6 +113,10 @@ def choice_of(program: Program, lowered: Program, found: Figures) -> Choice:
         transfers=sum(int((unpack(row).op == send).sum()) for row in lowered.rows for send in SENDS),
         copies=program.placement.copies,
     )
+    if long is None:
+        return choice
+    bubble, cost = long.steady.bubble, long.steady.period * program.microbatches
+    return replace(choice, cost=cost, bubble_fraction=bubble, bubble_rate=bubble, versions=max(long.versions))
 
 
 def activations(program: Program) -> float:
@@ -116,13 +128,15 @@ def activations(program: Program) -> float:
 def table(choices: Sequence[Choice]) -> str:
     """The comparison for a terminal: one line per schedule."""
     wide = max([len(choice.name) for choice in choices] + [len("schedule")])
-    lines = [f"{'schedule':<{wide}}  step cost   bubble rate   bubble fraction   activations   transfers   copies"]
+    lines = [
+        f"{'schedule':<{wide}}  step cost   bubble rate   bubble fraction   activations   transfers   copies   versions"
+    ]
     for c in choices:
         if c.refused:
             lines.append(f"{c.name:<{wide}}  -  {c.refused}")
         else:
             lines.append(
                 f"{c.name:<{wide}}  {c.cost:>9.6g}   {c.bubble_rate:>11.4f}   {c.bubble_fraction:>15.4f}"
-                f"   {c.peak:>11.4g}   {c.transfers:>9}   {c.copies:>6}"
+                f"   {c.peak:>11.4g}   {c.transfers:>9}   {c.copies:>6}   {c.versions:>8}"
             )
     return "\n".join(lines)

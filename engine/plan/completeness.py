@@ -26,9 +26,13 @@ _NOTICED_BY: dict[Op, Users] = {
 
 
 def in_range(flat: Flat) -> None:
-    """Known operations on existing stages and micro-batches; what a micro-batch belongs to has one."""
+    """Known operations on existing stages and micro-batches; what belongs to a micro-batch names one.
+
+    In an asynchronous program a STEP does: the last one of its update.
+    """
     program = flat.program
     messages_too = flat.op <= max(*SENDS, *RECVS)
+    messages_too |= (flat.op == Op.STEP) & program.asynchronous
     known = (flat.op >= 0) & (flat.op <= max(Op)) & (flat.stage < program.stages)
     known &= ((flat.microbatch >= 0) == messages_too) & (flat.microbatch < program.microbatches)
     if (at := first(~known)) is not None:

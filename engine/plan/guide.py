@@ -66,6 +66,14 @@ ADVICE: dict[str, Advice] = {
         "P even; M a multiple of P",
         "Few micro-batches, and room for two copies of the weights rather than activations.",
     ),
+    "pipedream": Advice(
+        f"{ANY} (M is the window drawn here); one micro-batch per update; no clipping by the global norm",
+        "Where throughput is all and the model bears stale gradients; memory for P-s versions of stage s's weights.",
+    ),
+    "pipedream_2bw": Advice(
+        "M at least P; no clipping by the global norm",
+        "As PipeDream where pipelines are deep: two versions, one update of delay, M micro-batches per update.",
+    ),
 }
 
 HEAD = f"""# Schedules
@@ -81,8 +89,11 @@ wide, `.` is idle. A rank that holds several stages names them: `5F2` is the for
   where ranks begin and end askew
 * **uneven**: the step where F, I, W take 1, 1.2, 0.8
 * **activations**: the most that any rank keeps, F to W, in micro-batches of a rank's whole slice of the model
-* **messages**: between ranks, in one step. **weights**: copies of each stage; all these schedules are synchronous and
-  keep one version of them
+* **messages**: between ranks, in one step. **weights**: copies of each stage x versions of its weights, the most on
+  any rank. Synchronous schedules keep one version
+
+The asynchronous schedules never drain: a step is M micro-batches in their steady state there, and the bubble that of
+this state. Their grids show where a run begins and ends.
 
 `mode=plan plan.compare=all` prints this table for any sizes and costs, within `plan.memory_limit` activations.
 """
@@ -99,7 +110,7 @@ def guide() -> str:
     ]
     table += [
         f"| [{c.name}](#{c.name}) | {c.cost:g} | {c.bubble_rate:.4f} | {c.bubble_fraction:.4f} | {other.cost:g} | "
-        f"{c.peak:g} | {c.transfers} | {c.copies} |"
+        f"{c.peak:g} | {c.transfers} | {c.copies} x {c.versions} |"
         for c, other in rows
     ]
     sections = [_section(c.name) for c, _ in rows]
@@ -107,8 +118,7 @@ def guide() -> str:
 
 
 def _measured(name: str, costs: dict[str, float]) -> Choice:
-    program = build(name, RANKS, MICROBATCHES)
-    return measured(program, Costs.from_settings(costs, program.placement, MICROBATCHES))
+    return measured(build(name, RANKS, MICROBATCHES), costs, {})
 
 
 def _section(name: str) -> str:

@@ -4,6 +4,8 @@ Where each added action stands in a row (u: one computation, or an overlapped pa
 
     RECV for u+1 | u | SEND of u | REDUCE after the last u of a stage (later stages first) | ... | STEP at the end
 
+In an asynchronous program REDUCE and STEP of an update follow the SEND of its last backward.
+
 A RECV stands where it is *posted*: before the computation that precedes the one which needs it, so that the message
 can travel while the rank computes, and at most one computation ahead. On each directed channel receives are posted in
 the order in which the other side sends (a channel matches by order: the k-th send is the k-th receive); where the two
@@ -12,6 +14,7 @@ orders differ, earlier than one computation ahead.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -36,26 +39,27 @@ class _Items(NamedTuple):
 def lower(program: Program, reduce: bool, step: bool) -> Program:
     """Add SEND and RECV between ranks, REDUCE after each stage's last backward, and STEP at the end of each row.
 
-    `program` is compute-only. Raises ValueError where it is not.
+    `program` lists computations; where it is asynchronous also the STEPs of its updates: these stay, each with a REDUCE
+    before it. Raises ValueError where it lists more. `step=False` leaves out every STEP.
     """
     flat = Flat(program)
-    if not flat.having(*COMPUTE).all():
+    compute, updates = flat.having(*COMPUTE), np.flatnonzero(flat.having(Op.STEP) & (flat.microbatch >= 0))
+    if compute.sum() + len(updates) < len(flat):
         raise ValueError(f"program {program.name} is lowered already: it lists more than computations")
-    index = np.arange(len(flat), dtype=np.int64)
-    second = np.zeros(len(flat), dtype=np.int64)
+    second = np.zeros(len(flat), dtype=np.bool_)
     second[1:] = flat.fused[:-1]
-    unit = np.cumsum(1 - second)
-    parts = [_items(flat.codes, flat.rank, unit, _COMPUTE, index)]
+    unit: Row = np.cumsum(compute & ~second, dtype=np.int64)  # an update belongs to the computation before it
+    computations = np.flatnonzero(compute)
+    parts = [_items(flat.codes[computations], flat.rank[computations], unit[computations], _COMPUTE, computations)]
     parts += [_messages(flat, unit, forward) for forward in (True, False)]
     if reduce:
-        parts.append(_reductions(flat, unit))
+        parts.append(_of_updates(flat, unit, updates, _REDUCE) if len(updates) else _reductions(flat, unit))
     if step:
-        parts.append(_steps(program, len(flat)))
+        parts.append(_of_updates(flat, unit, updates, _STEP) if len(updates) else _steps(program, len(flat)))
     merged = _Items(*map(np.concatenate, zip(*parts, strict=True)))
     order = np.lexsort((merged.turn, merged.phase, merged.unit, merged.rank))
     ends = np.searchsorted(merged.rank[order], np.arange(1, program.ranks))
-    rows = tuple(np.split(merged.codes[order], ends))
-    return Program(program.name, program.placement, program.microbatches, rows)
+    return replace(program, rows=tuple(np.split(merged.codes[order], ends)))
 
 
 def channels(program: Program) -> list[Channel]:
@@ -122,6 +126,12 @@ def _reductions(flat: Flat, unit: Row) -> _Items:
             at[index] = max(at[index], at[index - 1])
     units = np.append(unit, len(flat) + 1)
     return _items(pack(Op.REDUCE, stage, NO_MICROBATCH), rank, units[at], _REDUCE, -stage)
+
+
+def _of_updates(flat: Flat, unit: Row, updates: Row, phase: int) -> _Items:
+    """The REDUCEs or the STEPs of an asynchronous program, where its STEPs are listed."""
+    codes = flat.codes[updates] if phase == _STEP else pack(Op.REDUCE, flat.stage[updates], NO_MICROBATCH)
+    return _items(codes, flat.rank[updates], unit[updates], phase, updates)
 
 
 def _steps(program: Program, after: int) -> _Items:

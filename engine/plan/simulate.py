@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -76,8 +76,7 @@ def _numbers(key: str, value: Any, stages: int, ranks: int) -> Floats:
 
 def compute_only(program: Program) -> Program:
     """The same program without communication, reductions and steps."""
-    rows = tuple(row[(row >> 56) <= Op.W] for row in program.rows)
-    return Program(program.name, program.placement, program.microbatches, rows)
+    return replace(program, rows=tuple(row[(row >> 56) <= Op.W] for row in program.rows), versions=None)
 
 
 def simulate(program: Program, costs: Costs) -> Timeline:

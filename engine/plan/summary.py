@@ -11,6 +11,7 @@ from engine.plan.actions import Placement, Program
 from engine.plan.choose import choice_of
 from engine.plan.grid import grid
 from engine.plan.simulate import Costs, Figures
+from engine.plan.steady import LongRun
 from engine.plan.text import cells
 from engine.plan.timeline import Timeline
 
@@ -25,8 +26,12 @@ def plan_summary(
     timeline: Timeline,
     figures: Figures,
     layer_names_by_stage: Sequence[Sequence[str]] | None = None,
+    long: LongRun | None = None,
 ) -> dict[str, Any]:
-    """The content of `plan.json`; times in units of the costs. `program` and `lowered`: per rank a list of actions."""
+    """The content of `plan.json`; times in units of the costs. `program` and `lowered`: per rank a list of actions.
+
+    `long` is given where the schedule is asynchronous: the bubble and the makespan are those of the window alone.
+    """
     chosen = choice_of(program, lowered, figures)
     content: dict[str, Any] = {
         "schedule": program.name,
@@ -51,6 +56,13 @@ def plan_summary(
     }
     if program.placement.direction:
         content["direction"] = list(program.placement.direction)
+    if long is not None:
+        content["asynchronous"] = {
+            "steady_bubble_fraction": long.steady.bubble,
+            "steady_microbatch": long.steady.period,
+            "staleness": long.staleness,
+            "weight_versions": long.versions,
+        }
     if len(program) > MOST_LISTED:
         return content | {"program_csv": CSV_NAME}
     return content | {"program": _listed(program), "lowered": _listed(lowered)}
@@ -75,7 +87,14 @@ def _listed(program: Program) -> list[list[str]]:
     return [cells(program, rank) for rank in range(program.ranks)]
 
 
-def plan_text(program: Program, lowered: Program, timeline: Timeline, figures: Figures, width: int = 120) -> str:
+def plan_text(
+    program: Program,
+    lowered: Program,
+    timeline: Timeline,
+    figures: Figures,
+    width: int = 120,
+    long: LongRun | None = None,
+) -> str:
     """The plan for a terminal: the timeline drawn, a table per rank, the figures."""
     chosen = choice_of(program, lowered, figures)
     sizes = f"{program.ranks} ranks, {program.stages} stages, {program.microbatches} micro-batches"
@@ -98,4 +117,19 @@ def plan_text(program: Program, lowered: Program, timeline: Timeline, figures: F
         f"activations      {chosen.peak:<6.4g}   (the most a rank keeps, from F to W, each of its whole slice)",
         f"transfers        {chosen.transfers:<6}   (messages between ranks in a step)",
     ]
-    return "\n".join(lines)
+    return "\n".join(lines + (_asynchronous(long) if long is not None else []))
+
+
+def _asynchronous(long: LongRun) -> list[str]:
+    """What a run that goes on looks like: the figures above are those of a window between two drains."""
+    return [
+        "",
+        "asynchronous: weights are updated while micro-batches are in flight; this is not the synchronous optimisation",
+        f"steady state     bubble {long.steady.bubble:.4f}, {long.steady.period:.6g} per micro-batch",
+        f"staleness        {_spaced(long.staleness)}   (updates, by stage)",
+        f"versions kept    {_spaced(long.versions)}   (of the weights, by rank)",
+    ]
+
+
+def _spaced(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))

@@ -21,7 +21,7 @@ _MAX_STAGE, _MAX_MICROBATCH = 2**23 - 1, 2**32 - 2  # what a packed action holds
 
 
 def parse_action(text: str) -> Action:
-    """`2F0`, `1SEND_F3`, `0REDUCE_GRAD`, `0STEP`. Raises ValueError for anything else, a pair included."""
+    """`2F0`, `1SEND_F3`, `0REDUCE_GRAD`, `0STEP`, `0STEP3`. Raises ValueError for anything else, a pair included."""
     match = _ACTION.fullmatch(text.strip())
     if match is None or match[2] in _SHARDING:
         raise ValueError(f"{text!r} is not an action; expected stage, operation, micro-batch as in 2F0 or 1SEND_F3")

@@ -16,6 +16,7 @@ from engine.plan.actions import Action, Op, Program
 from engine.plan.completeness import complete, in_range, messages_complete, paired, placed
 from engine.plan.dependencies import Dependencies, Flat, dependencies, progress
 from engine.plan.refusal import InvalidProgram, first, place, refuse
+from engine.plan.updates import in_updates
 
 __all__ = ["InvalidProgram", "peak_in_flight", "peak_kept", "verify"]
 
@@ -42,10 +43,13 @@ def verify(program: Program, ascending: bool = True) -> None:
         messages_complete(flat)
     waits = dependencies(flat)
     _in_order(flat, waits)
-    if ascending:
+    if ascending or program.asynchronous:
         _ascending(flat)
-    _reductions(flat)
-    _steps(flat)
+    if program.asynchronous:
+        in_updates(flat)
+    else:
+        _reductions(flat)
+        _steps(flat)
     _channels(flat)
     _progress(flat, waits)
 

@@ -112,7 +112,7 @@ class Wiring:
 
     @staticmethod
     def _edges(job: Job) -> list[Edge]:
-        programs = [*job.steps.values(), *job.evaluations.values()]
+        programs = [*job.steps.values(), *job.streams.values(), *job.evaluations.values()]
         pairs = sorted({channel for program in programs for channel in channels(program)})
         return [
             Edge(replica * job.ranks + src, replica * job.ranks + dst, kind)

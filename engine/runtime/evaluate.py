@@ -93,7 +93,7 @@ class Evaluation:
             target=lambda m: take(target, starts[m], piece[m], total),
             draw=lambda m: Draw(0, m, self._replica),
             loss=self._loss,
-            count=lambda: 0.0,
+            count=lambda m: 0.0,
             evaluated=evaluated,
         )
 

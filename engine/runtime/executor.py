@@ -21,7 +21,7 @@ Neighbouring stages on one rank hand tensors over directly. An exception leaves 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ Unit = tuple[Action, ...]  # one action, or an overlapped pair
 class Row(NamedTuple):
     """A rank's row of a program as the executor takes it."""
 
-    units: Sequence[Unit]
+    units: Iterable[Unit]
     halves: frozenset[tuple[int, int]]  # (stage, micro-batch) whose backward is I and W
     closing: frozenset[tuple[int, int]]  # the same of the last B or W of each stage that is reduced
     placement: Placement  # which way a micro-batch goes depends on how many there are
@@ -60,6 +60,11 @@ def _row_of(program: Program, rank: int) -> Row:
     return Row(units, halves, closing, program.placement)
 
 
+def _long_row_of(program: Program, rank: int) -> Row:
+    """The row of an asynchronous program, to be run once: unpacked on the way, because it may be long."""
+    return Row(((action,) for action in program.actions(rank)), frozenset(), frozenset(), program.placement)
+
+
 @dataclass
 class Feed:
     """What the ends of a pipeline need for one pass of micro-batches; `sizes[m]` samples in micro-batch m."""
@@ -69,7 +74,7 @@ class Feed:
     target: Callable[[int], Any]  # on the last stage's rank
     draw: Callable[[int], Draw]
     loss: Callable[[Any, Any], Tensor]  # sum over a micro-batch
-    count: Callable[[], float]  # what the global batch counted; may wait for the other replicas
+    count: Callable[[int], float]  # what a micro-batch's global batch counted; may wait for the other replicas
     evaluated: Callable[[Any, Any, int], None] | None = None  # output, target, micro-batch: given in evaluation only
     losses: dict[int, Tensor] = field(default_factory=dict)  # filled: micro-batch -> loss sum
 
@@ -92,7 +97,7 @@ class Executor:
         tracer: Tracer,
         specs: Callable[[str, int], Sequence[MessageSpec]],
         reduce: Callable[[int], None],
-        step: Callable[[], None],
+        step: Callable[[int], None],
         closing: Callable[[Kind, int, int], None],
         overlap: Overlap | None = None,
     ) -> None:
@@ -123,17 +128,21 @@ class Executor:
             Op.SEND_B: self._send_b,
             Op.RECV_B: self._recv_b,
             Op.REDUCE: lambda stage, _: reduce(stage),
-            Op.STEP: lambda _, __: step(),
+            Op.STEP: lambda _, microbatch: step(microbatch),
         }
+
+    def reset_peaks(self) -> None:
+        """The peaks are from now on those of what is and will be in flight."""
+        self.peak_in_flight = self.peak_bytes = 0
+        self._see_live()
 
     def run(self, program: Program, feed: Feed) -> None:
         """Execute this rank's row of `program`. In evaluation (no graph is kept) it holds forwards only.
 
-        The executor keeps every program that it has unpacked: a run has one per number of micro-batches.
+        The executor keeps every program that it has unpacked: a run has one per number of micro-batches. Asynchronous
+        ones are run once.
         """
-        if id(program) not in self._rows:
-            self._rows[id(program)] = program, _row_of(program, self.rank)
-        _, row = self._rows[id(program)]
+        row = self._row(program)
         self._feed, self._halves, self._closing, self._placement = feed, row.halves, row.closing, row.placement
         self._position = here()
         with torch.set_grad_enabled(feed.training):
@@ -143,6 +152,14 @@ class Executor:
                 else:
                     self._pair(*unit)
         assert not self._posted and not self._outbox and not self._handed, "a row left messages behind"
+
+    def _row(self, program: Program) -> Row:
+        if id(program) in self._rows:
+            return self._rows[id(program)][1]
+        if program.asynchronous:
+            return _long_row_of(program, self.rank)
+        self._rows[id(program)] = program, _row_of(program, self.rank)
+        return self._rows[id(program)][1]
 
     def _act(self, action: Action) -> Any:
         """One action; the number of its span where it is a computation."""
@@ -223,7 +240,7 @@ class Executor:
     def _gradients(self, stage: int, microbatch: int) -> tuple[list[Tensor | None] | None, float | None]:
         """What a backward begins with: the gradients of the outputs, or on the last stage what the batch counted."""
         if stage == self._placement.stages - 1:
-            return None, self._feed.count()
+            return None, self._feed.count(microbatch)
         return self._arrived(Op.RECV_B, stage, microbatch), None
 
     def _give_back(
@@ -252,8 +269,11 @@ class Executor:
     def _count_live(self, more: int = 0, nbytes: int = 0) -> None:
         """Keep the peaks; `more` micro-batches with `nbytes` were alive besides those that are now."""
         if self._feed.training:
-            self.peak_in_flight = max(self.peak_in_flight, more + sum(s.in_flight for s in self.stages.values()))
-            self.peak_bytes = max(self.peak_bytes, nbytes + sum(s.live_bytes for s in self.stages.values()))
+            self._see_live(more, nbytes)
+
+    def _see_live(self, more: int = 0, nbytes: int = 0) -> None:
+        self.peak_in_flight = max(self.peak_in_flight, more + sum(s.in_flight for s in self.stages.values()))
+        self.peak_bytes = max(self.peak_bytes, nbytes + sum(s.live_bytes for s in self.stages.values()))
 
     # -- messages --------------------------------------------------------------------------------------------------
 

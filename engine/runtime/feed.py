@@ -64,7 +64,7 @@ class Share:
             target=lambda m: self.target_of(starts[m], piece[m]),
             draw=lambda m: draw._replace(microbatch=draw.microbatch + m),
             loss=loss,
-            count=count,
+            count=lambda m: count(),
         )
 
 
@@ -109,9 +109,7 @@ class Shares:
         """Load the share of a step ahead; nothing where it is loaded already or the run has no such step."""
         if step in self._held or step >= self.steps:
             return
-        settings = self._job.settings
-        rows = sizes(self.batches.count(step), self._job.replicas)[self._replica]
-        pieces = passes(rows, settings.train.accumulate, settings.pipeline.microbatches, self._legal)
+        settings, pieces = self._job.settings, self.pieces(step)
         given = target = None
         if pieces and (self._first or self._last):
             start = self._tracer.mark()
@@ -121,6 +119,11 @@ class Shares:
             target = to_device(target, self._device, dtype) if self._last else None
             self._tracer.add(Kind.WAIT_DATA, -1, -1, start, self._tracer.mark())
         self._held[step] = Share(given, target, pieces)
+
+    def pieces(self, step: int) -> list[list[int]]:
+        """Samples in each micro-batch of each pass of a step."""
+        rows = sizes(self.batches.count(step), self._job.replicas)[self._replica]
+        return passes(rows, self._job.settings.train.accumulate, self._job.microbatches, self._legal)
 
     def _load(self, step: int) -> tuple[Any, Any]:
         try:
@@ -136,7 +139,7 @@ class Shares:
             return 0.0
         total, row, last = 0.0, 0, self._job.placement.stages - 1
         for piece in share.pieces:
-            placement = self._job.steps[len(piece)].placement
+            placement = self._job.steps[len(piece)].placement if self._job.steps else self._job.placement
             for microbatch, rows in enumerate(piece):
                 if placement.rank(last, microbatch) == self._rank:
                     total += loss.count(share.target_of(row, rows), self._job.boundaries["train", rows][-1])

@@ -10,7 +10,7 @@ Every mistake a user can make in model, data, split or sizes is a ValueError tha
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from engine.runtime.overlap import make_overlap
 from engine.runtime.reduction import grouped
 from engine.runtime.source import dataset
 from engine.runtime.trials import Sample, length_of, sample_of, try_loss, try_update
+from engine.runtime.window import stream_program, stream_programs, window_lengths
 from engine.settings import Settings
 from engine.targets import locate, prepare_import_path
 
@@ -62,10 +63,11 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
         for rows in sorted({rows for piece in pieces[mode] for rows in piece})
     }
     _try_parts(settings, model, loss, lengths, items, boundaries)
-    training = {len(piece): compute_program(settings, len(piece)) for piece in pieces["train"]}
+    if compute.asynchronous:
+        programs = _without_drains(settings, lengths["train"], lengths["eval"])
+    else:
+        programs = _step_by_step(settings, compute, {len(piece) for piece in pieces["train"]})
     forward = {len(piece): evaluation(compute.placement, len(piece)) for piece in pieces["eval"]}
-    reduce = settings.data_parallel.replicas * compute.placement.copies > 1
-    again = settings.train.accumulate > 1
     return Job(
         settings=settings,
         placement=compute.placement,
@@ -73,14 +75,33 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
         split=split,
         train_samples=lengths["train"],
         eval_samples=lengths["eval"],
-        compute=compute,
-        steps={0: _idle(compute.placement, reduce)} | _lowered(training, reduce=reduce, step=True),
-        passes=_lowered(training, reduce=False, step=False) if again else {},
         evaluations=_lowered(forward, reduce=False, step=False),
         boundaries=boundaries,
         start_dir=start_dir,
         run_dir=run_dir,
+        **programs,
     )
+
+
+def _step_by_step(settings: Settings, compute: Program, microbatches: Iterable[int]) -> dict[str, Any]:
+    """What a job holds of a synchronous schedule: a program for each number of micro-batches that can occur."""
+    training = {count: compute_program(settings, count) for count in microbatches}
+    reduce = settings.data_parallel.replicas * compute.placement.copies > 1
+    again = settings.train.accumulate > 1
+    return {
+        "compute": compute,
+        "steps": {0: _idle(compute.placement, reduce)} | _lowered(training, reduce=reduce, step=True),
+        "passes": _lowered(training, reduce=False, step=False) if again else {},
+    }
+
+
+def _without_drains(settings: Settings, samples: int, eval_samples: int) -> dict[str, Any]:
+    """What a job holds of an asynchronous schedule: a program for each window between two drains."""
+    batches, train = _batches(settings, samples), settings.train
+    windows = window_lengths(batches.steps(train.steps, train.epochs), settings.eval.every if eval_samples else None)
+    streams = stream_programs(settings, batches, windows)
+    first = stream_program(settings, next(iter(streams)))
+    return {"compute": first, "steps": {}, "passes": {}, "windows": windows, "streams": streams}
 
 
 def resolve_device(settings: Settings) -> str:
@@ -187,7 +208,7 @@ def choose_split(settings: Settings, model: FakeModel, stages: int) -> tuple[int
 
 def _check_batch(settings: Settings) -> None:
     """M must fit a replica's share of the configured batch, in every pass."""
-    train, replicas, wanted = settings.train, settings.data_parallel.replicas, settings.pipeline.microbatches
+    train, replicas, wanted = settings.train, settings.data_parallel.replicas, _microbatches(settings)
     share = sizes(train.global_batch_size, replicas)[-1]
     smallest = share // train.accumulate
     if smallest < wanted:
@@ -233,22 +254,35 @@ def _try_parts(
     try_update(settings, model.trainable, batches.steps(train.steps, train.epochs))
 
 
+def _microbatches(settings: Settings) -> int:
+    """Micro-batches of a pass through the pipeline, or of one update of an asynchronous schedule."""
+    return SCHEDULES[settings.schedule["name"]].per_update(settings.pipeline.microbatches)
+
+
+def _batches(settings: Settings, samples: int) -> Batches:
+    """The training's batches, in no particular order."""
+    return Batches(samples, settings.train.global_batch_size, settings.data_parallel.replicas, 0, shuffle=False)
+
+
 def _training_pieces(settings: Settings, samples: int) -> list[list[int]]:
-    batches = Batches(samples, settings.train.global_batch_size, settings.data_parallel.replicas, 0, shuffle=False)
-    return _pieces(settings, batches, settings.train.accumulate, lambda m: compute_program(settings, m).microbatches)
+    def legal(microbatches: int) -> int:
+        return microbatches if asynchronous else compute_program(settings, microbatches).microbatches
+
+    asynchronous = SCHEDULES[settings.schedule["name"]].stream is not None
+    return _pieces(_batches(settings, samples), settings.train.accumulate, _microbatches(settings), legal)
 
 
 def _evaluation_pieces(settings: Settings, samples: int) -> list[list[int]]:
     size = settings.eval.batch_size or settings.train.global_batch_size
     batches = Batches(samples, size, settings.data_parallel.replicas, 0, shuffle=False)
-    return _pieces(settings, batches, 1, lambda m: m) if samples else []
+    return _pieces(batches, 1, settings.pipeline.microbatches, lambda m: m) if samples else []
 
 
-def _pieces(settings: Settings, batches: Batches, accumulate: int, legal: Callable[[int], int]) -> list[list[int]]:
+def _pieces(batches: Batches, accumulate: int, microbatches: int, legal: Callable[[int], int]) -> list[list[int]]:
     """Every list of micro-batch sizes that a pass over these batches can have, each once."""
     found: dict[tuple[int, ...], list[int]] = {}
     for count in {batches.count(0), batches.count(batches.per_epoch - 1)}:
         for share in set(sizes(count, batches.replicas)):
-            for piece in passes(share, accumulate, settings.pipeline.microbatches, legal):
+            for piece in passes(share, accumulate, microbatches, legal):
                 found.setdefault(tuple(piece), piece)
     return list(found.values())

@@ -6,7 +6,8 @@
 Of an output only its gradient edge is kept: the tensor itself is free once it is sent, so what stays alive per
 micro-batch is what autograd saved. The last stage ends in the loss: F computes its sum, B or I starts from
 sum / (what the global batch counted); nothing else is divided anywhere. A micro-batch whose backward comes in halves
-goes through the layers under the routing of `split`; any other goes through plain torch.
+goes through the layers under the routing of `split`; any other goes through plain torch. Where an asynchronous schedule
+keeps several versions of the weights, both run on the version that the micro-batch reads (`versions`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from engine.runtime.boundary import Message, tensors_of
 from engine.runtime.overlap import Beside, LayerCall
 from engine.runtime.seeds import drawing, seed_for
 from engine.runtime.split import Later, Routing
+from engine.runtime.versions import Versions
 
 
 class StageLayer(NamedTuple):
@@ -64,6 +66,7 @@ class Stage:
         self.device = device
         self.seed = seed
         self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.versions: Versions | None = None  # given where the schedule is asynchronous
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._live: dict[int, _Live] = {}
         self._later: dict[int, tuple[Later, int]] = {}  # between I and W: what is left to do, and the bytes it holds
@@ -136,7 +139,10 @@ class Stage:
             assert received is not None
             given, box = message.enter(received, self._anchor)
         later = Later() if halves else None
-        output = self._run_routed(given, draw, later, beside)
+        if self.versions is None:
+            output = self._run_routed(given, draw, later, beside)
+        else:
+            output = self.versions.forward(microbatch, lambda: self._run_routed(given, draw, later, beside))
         total = None
         if loss is not None:
             with self.autocast():
@@ -147,7 +153,9 @@ class Stage:
             roots = [torch.autograd.graph.get_gradient_edge(t) for t in wanting]
         if rows not in self._saved:
             ends = tensors_of(output) if total is None else [total]
-            self._saved[rows] = saved_bytes(ends, [p for layer in self.layers for p in layer.module.parameters()])
+            weights: list[Tensor] = [p for layer in self.layers for p in layer.module.parameters()]
+            read = [] if self.versions is None else self.versions.tensors(microbatch)
+            self._saved[rows] = saved_bytes(ends, weights + read)
         self._live[microbatch] = _Live(box, roots, total, self._saved[rows], later)
         return output, None if total is None else total.detach()
 
@@ -160,7 +168,11 @@ class Stage:
         """
         live = self._live.pop(microbatch)
         assert live.later is None, "a micro-batch whose backward comes in halves"
-        torch.autograd.backward(*_start(live, gradients, count))
+        start = _start(live, gradients, count)
+        if self.versions is None:
+            torch.autograd.backward(*start)
+        else:
+            self.versions.backward(microbatch, lambda: torch.autograd.backward(*start))
         return live.box
 
     def backward_input(

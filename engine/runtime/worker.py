@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.collectives.background import ReduceThread
@@ -20,6 +23,7 @@ from engine.collectives.order import Order
 from engine.collectives.watch import Watch
 from engine.job import Job, MessageSpec
 from engine.plan.timeline import Kind
+from engine.plan.updates import read_versions
 from engine.records import encode
 from engine.runtime.build import Wiring, build_optimizer, build_stages, device_of, norms_of
 from engine.runtime.clock import Clocks
@@ -29,9 +33,11 @@ from engine.runtime.feed import Count, Share, Shares
 from engine.runtime.links import Links
 from engine.runtime.losses import make_loss
 from engine.runtime.overlap import make_overlap
-from engine.runtime.trace import Traced, tracer_for
+from engine.runtime.trace import tracer_for
 from engine.runtime.transport import Transport
 from engine.runtime.update import Update
+from engine.runtime.versions import Versions
+from engine.runtime.window import Window
 
 Post = Callable[[bytes], None]
 
@@ -77,7 +83,10 @@ class Worker:
         )  # fmt: skip
         self.shares = Shares(job, rank, self.device, self.tracer, self._legal)
         self.evaluation = Evaluation(job, rank, self.device, self.executor, self.stages, self.wiring, self.loss)
-        self._unsent: tuple[dict[str, Any], Traced] | None = None
+        self.window: Window | None = None  # the present one of an asynchronous schedule
+        for number, stage in self.stages.items() if job.windows else ():
+            stage.versions = Versions(number, [layer.module for layer in stage.layers])
+        self._unsent: tuple[dict[str, Any], dict[str, npt.NDArray[np.int64]]] | None = None
         self._norm: float | None = None
         self._local_norm = 0.0
 
@@ -114,9 +123,13 @@ class Worker:
         every, steps = self.job.settings.eval.every, self.shares.steps
         self.shares.fetch(0)
         self.tracer.pause_ended()
-        for step in range(steps):
-            self._one_step(step)
-            done = step + 1
+        done = 0
+        for count in self.job.windows or [1] * steps:  # how many steps until the pipeline drains
+            if self.job.windows:
+                self._stream(done, count)
+            else:
+                self._one_step(done)
+            done += count
             if every != 0 and (done == steps or (every is not None and done % every == 0)):
                 self._flush()
                 for record in self.evaluation.run(done):
@@ -126,55 +139,94 @@ class Worker:
     # -- one step --------------------------------------------------------------------------------------------------
 
     def _one_step(self, step: int) -> None:
-        trace = self.job.settings.trace.every
-        self.tracer.on = trace > 0 and step % trace == 0
-        self.executor.peak_in_flight = self.executor.peak_bytes = 0
-        lr, sent, reduced = self.update.lr, self.links.bytes_sent, self._reduce_bytes
+        self._begin(step, lambda: self.shares.fetch(step + 1))
         share = self.shares.take(step)
-        count = Count(self.shares.counted(share, self.loss), self.wiring.sum_counts, self.tracer)
+        count = self._count(share)
         feeds = share.feeds(step, self.replica, self.loss, count)
-        self.executor.when_idle = lambda: self._meanwhile(step)
         for feed in feeds[:-1]:
             self.executor.run(self.job.passes[len(feed.sizes)], feed)
         last = feeds[-1] if feeds else Share(None, None, [[]]).feeds(step, self.replica, self.loss, count)[0]
         self.executor.run(self.job.steps[len(last.sizes)], last)
         losses = [float(value) for feed in feeds for _, value in sorted(feed.losses.items())]
+        self._end(step, max((len(piece) for piece in share.pieces), default=0), losses, count.local)
+
+    def _begin(self, step: int, load: Callable[[], None]) -> None:
+        """What is measured of a step starts here. `load`: the samples of the next one, while the rank waits anyway."""
+        trace = self.job.settings.trace.every
+        self.tracer.on = trace > 0 and step % trace == 0
+        self.executor.reset_peaks()
+        self._before = self.update.lr, self.links.bytes_sent, self._reduce_bytes
+        self.executor.when_idle = lambda: self._meanwhile(load)
+
+    def _end(self, step: int, microbatches: int, losses: list[float], counted: float) -> None:
+        """Keep the record of a step until the rank waits next."""
+        lr, sent, reduced = self._before
         traced = self.tracer.finish()
         self._flush()  # of the step before, where this one never waited
+        versions = [stage.versions for _, stage in sorted(self.stages.items()) if stage.versions]
         record = {
             "rank": self.world_rank,
             "step": step,
             "epoch": step // self.shares.batches.per_epoch,
             "samples": self.shares.batches.count(step),
-            "microbatches": max((len(piece) for piece in share.pieces), default=0),
+            "microbatches": microbatches,
             "lr": lr,
             "grad_norm": self._norm,
             "local_grad_norm": self._local_norm,
             "loss_sum": sum(losses) if self.last_here else None,
-            "loss_count": count.local if self.last_here else None,
+            "loss_count": counted if self.last_here else None,
             "peak_in_flight": self.executor.peak_in_flight,
             "peak_activation_bytes": self.executor.peak_bytes,
+            "weight_versions": max((each.peak for each in versions), default=1),
             "bytes_sent_between_stages": self.links.bytes_sent - sent,
             "reduce_bytes_sent": self._reduce_bytes - reduced,
             "window": list(traced.window),
         }
-        self._unsent = record, traced
+        arrays = {"spans": traced.spans, "pairs": traced.pairs}
+        if versions:
+            arrays["versions"] = np.concatenate([each.told() for each in versions])
+        self._unsent = record, arrays
 
-    def _meanwhile(self, step: int) -> None:
+    def _meanwhile(self, load: Callable[[], None]) -> None:
         """What can be done while the rank waits: report the step before, load the next one's samples."""
         self._flush()
-        self.shares.fetch(step + 1)
+        load()
 
     def _flush(self) -> None:
         """Post the record that is held back."""
         if self._unsent is not None:
-            (record, traced), self._unsent = self._unsent, None
-            self.post(encode("step", record, {"spans": traced.spans, "pairs": traced.pairs}))
+            (record, arrays), self._unsent = self._unsent, None
+            self.post(encode("step", record, arrays))
+
+    # -- many steps without a drain --------------------------------------------------------------------------------
+
+    def _stream(self, first: int, count: int) -> None:
+        """The updates of an asynchronous schedule from step `first` to its next drain."""
+        self.window = Window(first, count, self.shares, self.replica, self.loss, self._count)
+        program = self.job.streams[self.window.updates]
+        reads = read_versions(program)
+        for index, stage in self.stages.items():
+            assert stage.versions is not None
+            stage.versions.begin(first, reads[index])
+        self._begin(first, self.window.load_ahead)
+        self.executor.run(program, self.window.feed)
+
+    def _updated(self, window: Window) -> None:
+        """An update of the window is done: its record, and on to the next."""
+        step = window.step
+        self._end(step, *window.updated())
+        self._begin(step + 1, window.load_ahead)
 
     # -- what the executor asks for --------------------------------------------------------------------------------
 
+    def _count(self, share: Share) -> Count:
+        """What the global batch of a share counted: started here."""
+        return Count(self.shares.counted(share, self.loss), self.wiring.sum_counts, self.tracer)
+
     def _legal(self, microbatches: int) -> int:
         """The largest number of micro-batches, at most so many, for which there is a program."""
+        if self.job.windows:
+            return microbatches
         return max(m for m in self.job.steps if 0 < m <= microbatches)
 
     def _specs(self, mode: str, rows: int) -> Sequence[MessageSpec]:
@@ -197,8 +249,11 @@ class Worker:
     def _reduce(self, stage: int) -> None:
         self.reducers[stage].launch()
 
-    def _step(self) -> None:
-        """STEP: the reductions are awaited, the gradients clipped, the parameters updated."""
+    def _step(self, microbatch: int) -> None:
+        """STEP: the reductions are awaited, the gradients clipped, the parameters updated.
+
+        In an asynchronous schedule it names the last micro-batch of its update.
+        """
         mark, add = self.tracer.mark, self.tracer.add
         for stage, reducer in self.reducers.items():
             start = mark()
@@ -214,5 +269,11 @@ class Worker:
             self._norm = float(norm)
         start = mark()
         self._local_norm = self.norms.local()
-        self.update.apply(norm)
-        add(Kind.STEP, -1, -1, start, mark())
+        with ExitStack() as stack:
+            for each in self.stages.values():
+                if each.versions is not None:
+                    stack.enter_context(each.versions.updating())
+            self.update.apply(norm)
+        add(Kind.STEP, -1, microbatch, start, mark())
+        if self.window is not None:
+            self._updated(self.window)

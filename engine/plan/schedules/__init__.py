@@ -15,6 +15,8 @@ from engine.plan.schedules import (
     looped_bfs,
     naive,
     one_f_one_b,
+    pipedream,
+    pipedream_2bw,
     v_half,
     v_min,
     zb_h1,
@@ -25,6 +27,7 @@ from engine.plan.schedules.forward_only import evaluation
 from engine.plan.schedules.registry import (
     SCHEDULES,
     ScheduleInfo,
+    Stream,
     build,
     largest_legal_microbatches,
     offered_schedules,
@@ -33,6 +36,7 @@ from engine.plan.schedules.registry import (
 __all__ = [
     "SCHEDULES",
     "ScheduleInfo",
+    "Stream",
     "build",
     "chimera",
     "csv_file",
@@ -48,6 +52,8 @@ __all__ = [
     "naive",
     "offered_schedules",
     "one_f_one_b",
+    "pipedream",
+    "pipedream_2bw",
     "v_half",
     "v_min",
     "zb_h1",

@@ -56,4 +56,10 @@ def _read(path: str) -> Program:
 @lru_cache(maxsize=4)
 def _parsed(text: str) -> Program:
     """Asked for again for each number of micro-batches that a short batch might bring."""
-    return compute_only(from_csv(text))
+    program = from_csv(text)
+    if program.asynchronous:
+        raise ValueError(
+            "it lists updates between micro-batches (0STEP3), and a file holds one synchronous step: "
+            "take those out, or use schedule=pipedream"
+        )
+    return compute_only(program)

@@ -21,10 +21,23 @@ Requires = Callable[..., str | None]
 
 
 @dataclass(frozen=True)
+class Stream:
+    """What an asynchronous schedule is besides: a program of any length, for all updates between two drains.
+
+    `build(ranks, updates, **options)`: the program for `updates[k]` micro-batches in the k-th update.
+    `per_update(microbatches)`: micro-batches of one update in a run that is configured for so many.
+    """
+
+    build: Callable[..., Program]
+    per_update: Callable[[int], int]
+
+
+@dataclass(frozen=True)
 class ScheduleInfo:
     """A schedule by name. `options` are its option names with their defaults; only `offered` ones are for users.
 
-    `ascending`: whether it promises that each stage adds its gradients in the order of the micro-batches.
+    `ascending`: whether it promises that each stage adds its gradients in the order of the micro-batches. `stream` is
+    given where it is asynchronous.
     """
 
     name: str
@@ -34,6 +47,11 @@ class ScheduleInfo:
     offered: bool = True
     requires: Requires | None = None
     ascending: bool = True
+    stream: Stream | None = None
+
+    def per_update(self, microbatches: int) -> int:
+        """Micro-batches of one update (and pass) in a run that is configured for so many."""
+        return self.stream.per_update(microbatches) if self.stream else microbatches
 
     def complaint(self, ranks: int, microbatches: int, options: Mapping[str, Any]) -> str | None:
         """Why the schedule is not defined there, or None where it is."""
@@ -44,14 +62,20 @@ SCHEDULES: dict[str, ScheduleInfo] = {}
 
 
 def schedule(
-    name: str, summary: str, *, offered: bool = True, requires: Requires | None = None, ascending: bool = True
+    name: str,
+    summary: str,
+    *,
+    offered: bool = True,
+    requires: Requires | None = None,
+    ascending: bool = True,
+    stream: Stream | None = None,
 ) -> Callable[[Callable[..., Program]], Callable[..., Program]]:
     """Register the decorated function under `name`."""
 
     def register(function: Callable[..., Program]) -> Callable[..., Program]:
         parameters = inspect.signature(function).parameters.values()
         options = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
-        SCHEDULES[name] = ScheduleInfo(name, summary, function, options, offered, requires, ascending)
+        SCHEDULES[name] = ScheduleInfo(name, summary, function, options, offered, requires, ascending, stream)
         return function
 
     return register
