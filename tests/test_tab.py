@@ -15,7 +15,7 @@ from tensorboards import ROOT, Running, awaited, get, steps_of, tensorboard
 
 from engine.report.perfetto import trace_of
 from engine.report.series import packed, tag_of
-from engine.tab.document import timeline_of
+from engine.tab.document import measured
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -155,16 +155,16 @@ def test_a_series_of_somebody_else_is_listed_without_figures(about: bytes) -> No
 def document(**changes: Any) -> str:
     """The least that a trace can be made of."""
     spans = {"rank": [0], "kind": [0], "stage": [0], "microbatch": [0], "start": [2], "length": [3]}
-    return json.dumps(
-        {"ranks": 1, "windows": [[0, 9]], "pairs": [], "spans": spans | changes.pop("spans", {})} | changes
-    )
+    spans |= changes.pop("spans", {})
+    return json.dumps({"ranks": 1, "windows": [[0, 9]], "uncertainty": [7], "pairs": [], "spans": spans} | changes)
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "", "[]", "{}", "null", '{"spans": {}}', '{"spans": 3, "ranks": 1}', document(ranks=0), document(ranks="x"),
-        document(windows=[]), document(windows=[[1]]), document(pairs=[[0, 1]]), document(pairs=[[-1, 0]]),
+        document(windows=[]), document(uncertainty=[]), document(uncertainty=[None]),
+        document(windows=[[1]]), document(pairs=[[0, 1]]), document(pairs=[[-1, 0]]),
         document(spans={"rank": [1]}), document(spans={"rank": ["x"]}), document(spans={"kind": [99]}),
         document(spans={"start": [1, 2]}), document(spans={"start": 2}), document(spans={"length": [1e400]}),
     ],
@@ -180,7 +180,7 @@ def test_what_is_not_packed_gives_no_trace(content: bytes) -> None:
 
 def test_a_trace_of_a_document_is_the_trace_of_its_timeline() -> None:
     content = asked(Provider(packed(document())), "/trace", "run=run&step=0")[1]
-    assert content.decode() == trace_of(*timeline_of(document()))
+    assert content.decode() == trace_of(*measured(document()))
     assert '"name":"0F0"' in content.decode()
 
 

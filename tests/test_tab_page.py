@@ -289,7 +289,8 @@ def step_of(spans: str, **changes: str) -> str:
         const {{ Step }} = await import('./model.js');
         const stretch = {{ rank: [0], start: [0], length: [5] }};
         return new Step({{
-            step: 0, ranks: 1, replicas: 1, stages: 1, microbatches: 1, time: 5, windows: [[0, 5]], account: [[5]],
+            step: 0, ranks: 1, replicas: 1, stages: 1, microbatches: 1, time: 5, windows: [[0, 5]], uncertainty: [9e4],
+            account: [[5]],
             stretches: {{ ...stretch, name: [0] }}, path: {{ ...stretch, cause: [0], span: [0] }},
             {", ".join(f"{name}: {value}" for name, value in parts.items())},
         }});
@@ -312,6 +313,22 @@ def test_a_pair_that_was_done_at_once_has_half_a_row_for_each(page: Page) -> Non
     upper, lower = found[3]
     assert upper["height"] == lower["height"] and upper["y"] + upper["height"] == lower["y"]
     assert "one action with 3B2" in found[4]
+
+
+def test_how_well_a_clock_is_known_stands_beside_its_rank(page: Page) -> None:
+    spans = "{ ...stretch, kind: [0], stage: [0], microbatch: [0], sender: [-1] }"
+    said = page.value(f"""(async () => {{
+        const {{ Layout, drawTimeline }} = await import('./timeline.js');
+        const step = {step_of(spans)};
+        const said = [];
+        const nothing = () => {{}};
+        const text = (x, y, words) => said.push(words);
+        const painter = {{ rect: nothing, frame: nothing, line: nothing, text, clip: (x, y, w, h, draw) => draw() }};
+        const layout = new Layout(step, 1000, {{ from: 0, to: 5 }}, pipeline.options);
+        drawTimeline(painter, layout, pipeline.theme, pipeline.options);
+        return said;
+    }})()""")
+    assert "rank 0" in said and "± 0.090 ms" in said
 
 
 def test_text_from_a_file_is_shown_as_text(page: Page) -> None:
@@ -368,7 +385,8 @@ def test_thousands_of_actions_cost_no_more_marks_than_the_screen_is_wide(page: P
         const none = { rank: [], name: [], cause: [], span: [], start: [], length: [] };
         const step = new Step({
             step: 0, schedule: 'x', ranks, replicas: 1, stages: ranks, microbatches: each / 2, time: each * 1000,
-            windows: Array(ranks).fill([0, each * 1000]), account: Array(ranks).fill([1]),
+            windows: Array(ranks).fill([0, each * 1000]), uncertainty: Array(ranks).fill(0),
+            account: Array(ranks).fill([1]),
             spans: { ...columns, sender: of(() => -1) }, predicted: columns, waterfall: null,
             stretches: none, path: none, names: { kind: { 0: 'F', 1: 'B' }, account: ['compute'], cause: [] },
         });

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,21 +11,31 @@ import numpy.typing as npt
 from engine.plan.timeline import Timeline
 
 
-def timeline_of(document: str) -> tuple[Timeline, int]:
-    """The timeline, its times counting from the document's origin, and P; ValueError where it holds none."""
+class Measured(NamedTuple):
+    """Times count from the document's origin; `ranks` is P; `uncertainty`: of each rank's clock, ns."""
+
+    timeline: Timeline
+    ranks: int
+    uncertainty: list[int]
+
+
+def measured(document: str) -> Measured:
+    """What the document says was measured; ValueError where it holds nothing of the kind."""
     try:
         content = json.loads(document)
         spans = content["spans"]
         narrow = [np.array(spans[name], dtype=np.int32) for name in ("rank", "kind", "stage", "microbatch")]
         start, length = (np.array(spans[name], dtype=np.int64) for name in ("start", "length"))
         windows, pairs = (np.array(content[name], dtype=np.int64).reshape(-1, 2) for name in ("windows", "pairs"))
-        ranks = int(content["ranks"])
+        ranks, uncertainty = int(content["ranks"]), [int(ns) for ns in content["uncertainty"]]
     except (KeyError, TypeError, OverflowError, IndexError) as error:
         raise ValueError(f"not a document of a step: {error!r}") from error
     shapes = {column.shape for column in narrow} | {start.shape, length.shape}
-    if shapes != {(start.size,)} or not (_index(narrow[0], len(windows)) and _index(pairs, start.size) and ranks > 0):
+    indices = _index(narrow[0], len(windows)) and _index(pairs, start.size)
+    if shapes != {(start.size,)} or not indices or ranks < 1 or len(uncertainty) != len(windows):
         raise ValueError("not a document of a step: its columns do not belong together")
-    return Timeline(narrow[0], narrow[1], narrow[2], narrow[3], start, start + length, windows, pairs), ranks
+    timeline = Timeline(narrow[0], narrow[1], narrow[2], narrow[3], start, start + length, windows, pairs)
+    return Measured(timeline, ranks, uncertainty)
 
 
 def _index(numbers: npt.NDArray[np.integer[Any]], size: int) -> bool:

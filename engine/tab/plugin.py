@@ -22,7 +22,7 @@ from engine.report.bubble import NAMES
 from engine.report.palette import by_name
 from engine.report.perfetto import trace_of
 from engine.report.series import PLUGIN, tag_of, unpacked
-from engine.tab.document import timeline_of
+from engine.tab.document import measured
 
 _PAGE = Path(__file__).with_name("page")
 _TYPES = {".js": "text/javascript", ".css": "text/css"}
@@ -69,7 +69,7 @@ class PipelinePlugin(base_plugin.TBPlugin):
     def _trace(self, request: wrappers.Request) -> wrappers.Response:
         """The same step as a file for Perfetto."""
         try:
-            trace = trace_of(*timeline_of(unpacked(self._document(request))))
+            trace = trace_of(*measured(unpacked(self._document(request))))
         except ValueError as error:
             raise errors.InvalidArgumentError(f"the document of this step cannot be read: {error}") from error
         saved = [("Content-Disposition", "attachment")]

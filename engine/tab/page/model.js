@@ -29,7 +29,7 @@ export class Step {
     this.names = document.names.account.map(escaped);
     this.windows = document.windows.map((window) => window.map(Number));
     this.account = document.account.map((row) => row.map(Number));
-    this.uncertainty = Math.max(0, ...(document.uncertainty ?? []).map(Number));
+    this.uncertainty = document.uncertainty.map(Number); // of each rank's clock
     const { bars = {}, waiting = 0 } = document.waterfall ?? {};
     this.waterfall = Object.entries(bars).map(([name, ns]) => ({ name: escaped(name), ns: Number(ns) }));
     this.forReplicas = Number(waiting); // the part of the bar `reduce` that is waiting for slower replicas

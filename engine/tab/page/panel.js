@@ -121,7 +121,8 @@ export class Panel {
     const facts = [step.schedule, count(step.ranks, "rank"), count(step.microbatches, "micro-batch", "es")];
     if (step.replicas > 1) facts.push(`${step.replicas} replicas`);
     facts.push(`step ${ms(step.time)}`, `bubble ${share(step.bubble, 1)}`);
-    if (step.uncertainty) facts.push(`clocks within ${ms(step.uncertainty)}`);
+    const doubt = Math.max(...step.uncertainty);
+    if (doubt > 0) facts.push(`clocks within ${ms(doubt)}`);
     this.part(".facts").textContent = facts.join(" · ");
     const wide = Math.min(560, Math.max(400, this.root.clientWidth * 0.36));
     this.part(".fall").innerHTML = step.waterfall.length ? waterfall(step, page.theme, wide, page.against(this)) : "";

@@ -4,6 +4,8 @@
  * than a pixel at most one per pixel, so that any number of actions costs no more than the screen is wide.
  */
 
+import { ms } from "./words.js";
+
 export const LABELS = 118; // CSS pixels left of the rows
 const AXIS = 26; // below the rows
 const MARGIN = 10;
@@ -116,15 +118,22 @@ export function milliseconds(ns, step) {
   return (ns / 1e6).toFixed(Math.max(0, Math.ceil(-Math.log10(step / 1e6) - 1e-9)));
 }
 
+/** The rank, and below it what it is doing while the step is played, or how well its clock is known where it is not. */
 function rowLabel(painter, layout, theme, row, moment) {
   const { step } = layout;
   const every = Math.ceil(11 / layout.row);
   if (row % every) return;
   const { y, height } = layout.block(row);
   const size = Math.min(12, layout.row);
-  const doing = moment == null || layout.row < 22 ? -1 : step.actionAt(row, moment, "upper");
-  painter.text(LABELS - 10, y + height / 2 - (doing >= 0 ? 6 : 0), step.rowName(row), size, theme.ink, "right");
-  if (doing >= 0) painter.text(LABELS - 10, y + height / 2 + 7, step.label(doing), 10, theme.quiet, "right");
+  const below = layout.row < 22 ? "" : belowName(step, row, moment);
+  painter.text(LABELS - 10, y + height / 2 - (below ? 6 : 0), step.rowName(row), size, theme.ink, "right");
+  painter.text(LABELS - 10, y + height / 2 + 7, below, 10, theme.quiet, "right");
+}
+
+function belowName(step, row, moment) {
+  if (moment == null) return step.uncertainty[row] > 0 ? `± ${ms(step.uncertainty[row])}` : "";
+  const doing = step.actionAt(row, moment, "upper");
+  return doing < 0 ? "" : step.label(doing);
 }
 
 function bubbles(painter, layout, theme, row) {
