@@ -63,7 +63,7 @@ AT_LEAST: dict[str, float] = {
     "allreduce.group_size": 1,
     "seed": 0,
 }
-ABOVE_ZERO = ("train.clip_norm", "timeout_s", "plan.memory_limit")
+ABOVE_ZERO = ("train.clip_norm", "train.clip_norm_type", "timeout_s", "plan.memory_limit")
 MOST_PAIRS = 2**24  # of a rank and a micro-batch: four times a run of 1024 ranks and 4096 micro-batches
 MOST_WORKERS = 256
 AT_MOST = {"threads_per_worker": 1024, "timeout_s": 2e6}  # 23 days; the system's calls take milliseconds in 32 bits
@@ -85,10 +85,16 @@ def from_plain(plain: Mapping[str, Any]) -> Settings:
     if values.get("seed", 0) is None:
         values["seed"] = secrets.randbelow(2**31)
     if isinstance(values.get("train"), Mapping):
-        values["train"] = _duration(values["train"])
+        values["train"] = _norm_type(_duration(values["train"]))
     settings = read(Settings, values)
     check(settings)
     return settings
+
+
+def _norm_type(train: Mapping[str, Any]) -> dict[str, Any]:
+    """Infinity is kept as null: JSON has no word for it."""
+    infinite = train.get("clip_norm_type") in (math.inf, "inf")
+    return {**train, **({"clip_norm_type": None} if infinite else {})}
 
 
 def _duration(train: Mapping[str, Any]) -> dict[str, Any]:

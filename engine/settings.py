@@ -34,6 +34,7 @@ class Train:
     epochs: int | None = None
     global_batch_size: int = 32
     clip_norm: float | None = None
+    clip_norm_type: float | None = 2.0  # p of the p-norm; null: infinity, the largest element
     accumulate: int = 1
     stop_on_nan: bool = False  # end the run, as failed, at the first loss that is not finite
 

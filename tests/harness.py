@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -149,7 +150,8 @@ def plain(wanted: Settings, microbatched: bool) -> tuple[dict[str, Tensor], list
             sums.append(float(part.detach()))
             (part / total).backward()
         if wanted.train.clip_norm is not None:
-            nn.utils.clip_grad_norm_(parameters, wanted.train.clip_norm)
+            power = wanted.train.clip_norm_type
+            nn.utils.clip_grad_norm_(parameters, wanted.train.clip_norm, math.inf if power is None else power)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         logged.append(sum(sums) / total)

@@ -6,6 +6,7 @@ ranks in one order, which follows from the job alone.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -140,7 +141,9 @@ def norms_of(job: Job, stages: Mapping[int, Stage], wiring: Wiring, device: torc
     ends, counted = [*job.split[1:], len(job.layers)], job.placement.first_copies(wiring.rank)
     places = [p for s in counted for p in range(before[job.split[s]], before[ends[s]])]
     parameters = [p for s in counted for _, p in stages[s].named_parameters()]
-    return Norms(parameters, places, before[-1], wiring.sum_over_pipeline, DTYPES[job.settings.precision], device)
+    power = job.settings.train.clip_norm_type
+    dtype, exchange = DTYPES[job.settings.precision], wiring.sum_over_pipeline
+    return Norms(parameters, places, before[-1], exchange, dtype, device, math.inf if power is None else power)
 
 
 def build_optimizer(job: Job, parameters: list[nn.Parameter]) -> tuple[Any, Any]:

@@ -19,9 +19,10 @@ _ABSENT = -1.0
 
 
 class Norms:
-    """Gradient norms of the whole model. `parameters`: those that this rank counts; `places`: where they stand in it.
+    """Gradient p-norms of the whole model. `parameters`: those that this rank counts; `places`: where they stand in it.
 
-    `exchange` sums a float64 vector [`total`] over the ranks of the pipeline, in place.
+    `power` is p, infinity for the largest element. `exchange` sums a float64 vector [`total`] over the ranks of the
+    pipeline, in place.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Norms:
         exchange: Callable[[Tensor], None],
         dtype: torch.dtype,
         device: torch.device,
+        power: float = 2.0,
     ) -> None:
         self._parameters = list(parameters)
         self._places = list(places)
@@ -39,15 +41,17 @@ class Norms:
         self._exchange = exchange
         self._dtype = dtype
         self._device = device
+        self._power = power
 
     def total(self) -> Tensor:
-        """The 2-norm over all gradients of the model: a 0-dim tensor of `dtype`, the parameters'."""
+        """The norm over all gradients of the model: a 0-dim tensor of `dtype`, the parameters'."""
         norms = torch.zeros(self._total, dtype=torch.float64, device=self._device)
         for place, parameter in zip(self._places, self._parameters, strict=True):
             grad = parameter.grad
-            norms[place] = _ABSENT if grad is None else torch.linalg.vector_norm(grad, 2.0)
+            norms[place] = _ABSENT if grad is None else torch.linalg.vector_norm(grad, self._power)
         self._exchange(norms)
-        return torch.linalg.vector_norm(norms[norms != _ABSENT].to(self._dtype), 2.0)
+        present = norms[norms != _ABSENT].to(self._dtype)
+        return torch.linalg.vector_norm(present, self._power) if len(present) else present.new_zeros(())
 
     def local(self) -> float:
         """2-norm of what this rank counts, for the log."""
