@@ -77,7 +77,10 @@ def layout(job: Job) -> dict[str, dict[str, Any]]:
         for rank in reversed(range(job.ranks))
     }
     return {
-        "Bubble": {"ideal, predicted, measured": [f"bubble/{name}$" for name in ("ideal", "predicted", "measured")]},
+        "Bubble": {
+            "ideal, predicted, measured": [f"bubble/{name}$" for name in ("ideal", "predicted", "measured")],
+            "bars of the waterfall, seconds": ["waterfall/"],
+        },
         "Where a step goes": stacks,
         "Training": {"loss": ["train/loss$", "eval/loss$"], "samples per second": ["throughput/samples_per_second$"]},
         "Memory": {
