@@ -129,7 +129,7 @@ def _value(kind: Any, value: Any, path: str) -> Any:
     if get_origin(kind) is dict:
         return _section(value, path)
     if get_origin(kind) is list:
-        return _words(value, path)
+        return _words(value, path) if get_args(kind)[0] is str else _rows(value, path)
     return _scalar(kind, value, path)
 
 
@@ -147,6 +147,14 @@ def _words(value: Any, path: str) -> list[str]:
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise ValueError(f"{path}={_shown(value)} is not a list of words, like [one,two]")
     return list(words)
+
+
+def _rows(value: Any, path: str) -> list[list[float]]:
+    """A list of lists of numbers."""
+    rows = [] if value is None else value
+    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+        raise ValueError(f"{path}={_shown(value)} is not a list of lists of numbers, like [[0,1,10]]")
+    return [[_scalar(float, number, path) for number in row] for row in rows]
 
 
 def _scalar(kind: type, value: Any, path: str) -> Any:
@@ -188,6 +196,7 @@ def check(settings: Settings) -> None:
     for group in ("partition", "model"):
         _check_split(f"{group}.split", get(settings, group).get("split"))
     _check_loader(settings.data)
+    _check_delay(settings)
     if settings.mode == "train":
         _check_batch(settings)
         _check_targets(settings)
@@ -279,6 +288,20 @@ def _check_loader(data: Mapping[str, Any]) -> None:
             f"data.evaluation={data['evaluation']} is not a section: give the keys of data that the held-out samples "
             "change, like {split: test}, or null for no evaluation"
         )
+
+
+def _check_delay(settings: Settings) -> None:
+    delay, world = settings.delay, settings.world
+    if delay.sample_ms < 0:
+        raise ValueError(f"delay.sample_ms={delay.sample_ms} must be at least 0")
+    for path, rows, ranks, sizes in (
+        ("delay.ranks", delay.ranks, 1, (2, 3)),
+        ("delay.links", delay.links, 2, (3,)),
+    ):
+        for row in rows:
+            if len(row) not in sizes or any(rank not in range(world) for rank in row[:ranks]) or min(row) < 0:
+                shape = "[rank,ms] or [rank,ms,micro-batch]" if ranks == 1 else "[from rank,to rank,ms]"
+                raise ValueError(f"{path}: {row} is not {shape}, with ranks 0..{world - 1} and nothing negative")
 
 
 def _check_batch(settings: Settings) -> None:

@@ -51,6 +51,15 @@ class Trace:
 
 
 @dataclass(frozen=True)
+class Delay:
+    """What is made slow on purpose (`runtime/delay.py`); times in milliseconds."""
+
+    ranks: list[list[float]] = field(default_factory=list)  # [world rank, ms] or [world rank, ms, micro-batch]
+    links: list[list[float]] = field(default_factory=list)  # [from world rank, to world rank, ms]
+    sample_ms: float = 0.0
+
+
+@dataclass(frozen=True)
 class PlanSettings:
     costs: dict[str, Any] = field(default_factory=dict)  # forward, input_backward, weight_backward, transfer
     compare: list[str] = field(default_factory=list)  # schedules to compare instead of planning one; `all` names all
@@ -80,6 +89,7 @@ class Settings:
     train: Train = field(default_factory=Train)
     eval: Eval = field(default_factory=Eval)
     trace: Trace = field(default_factory=Trace)
+    delay: Delay = field(default_factory=Delay)
     plan: PlanSettings = field(default_factory=PlanSettings)
 
     @property

@@ -15,6 +15,7 @@ import torch
 from engine.job import Job
 from engine.plan.timeline import Kind
 from engine.runtime.build import DTYPES
+from engine.runtime.delay import SlowDataset
 from engine.runtime.executor import Feed
 from engine.runtime.losses import Loss
 from engine.runtime.microbatch import Batches, offsets, passes, sizes, take
@@ -98,6 +99,8 @@ class Shares:
         if self._first or self._last:
             data = dataset(settings.data, evaluation=False)
             assert data is not None
+            if settings.delay.sample_ms:
+                data = SlowDataset(data, settings.delay.sample_ms * 1e-3)
             self._data = loader(settings.data, data, self.batches, self._replica, self.steps, device)
 
     def take(self, step: int) -> Share:

@@ -44,9 +44,11 @@ def work(job: Job, rank: int, transport: Transport, post: Post, clocks: Clocks |
     `clocks`: given where ranks may not all have one clock.
     """
     from engine.runtime import worker
+    from engine.runtime.delay import slowed
     from engine.targets import prepare_import_path
 
     prepare_import_path(job.start_dir)
+    transport = slowed(transport, job.settings.delay)
     try:
         worker.run(job, rank, transport, post, clocks)
     except BaseException:

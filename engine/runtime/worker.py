@@ -27,6 +27,7 @@ from engine.plan.updates import read_versions
 from engine.records import encode
 from engine.runtime.build import Wiring, build_optimizer, build_stages, device_of, norms_of
 from engine.runtime.clock import Clocks
+from engine.runtime.delay import slow_down
 from engine.runtime.evaluate import Evaluation
 from engine.runtime.executor import Executor
 from engine.runtime.feed import Count, Share, Shares
@@ -66,6 +67,8 @@ class Worker:
             torch.cuda.set_device(self.device)
         self.wiring = Wiring(job, transport)
         self.stages = build_stages(job, self.rank, self.device)
+        for stage in self.stages.values():
+            slow_down(stage, rank, settings.delay)
         self.last_here = job.placement.stages - 1 in self.stages
         named = [item for s in sorted(self.stages) for item in self.stages[s].named_parameters()]
         parameters = [p for _, p in named]

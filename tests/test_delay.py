@@ -1,0 +1,95 @@
+"""What is made slow on purpose is late, in order, and nothing else; and the run's own report finds it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command import Engine, engine
+
+from engine.runtime.delay import SlowDataset, slowed
+from engine.runtime.transport import Edge
+from engine.runtime.transport.threads import ThreadHub
+from engine.settings import Delay
+
+__all__ = ["engine"]
+
+
+def test_a_slow_link_is_late_and_keeps_its_order() -> None:
+    hub, edge, back = ThreadHub(2, 20), Edge(0, 1, "F"), Edge(1, 0, "B")
+    ends = [slowed(hub.transport(rank), Delay(links=[[0, 1, 50]])) for rank in range(2)]
+    for end in ends:
+        end.open([edge, back])
+    begun = time.monotonic()
+    sends = [ends[0].channel(edge).isend(torch.tensor([float(k)])) for k in range(3)]
+    assert time.monotonic() - begun < 0.04 and not sends[0].done()
+    buffers = [torch.zeros(1) for _ in range(3)]
+    for receive in [ends[1].channel(edge).irecv(buffer) for buffer in buffers]:
+        receive.wait()
+    assert time.monotonic() - begun >= 0.05
+    assert [float(buffer) for buffer in buffers] == [0, 1, 2]
+    for send in sends:
+        send.wait()
+    assert ends[0].channel(edge).bytes_sent == 12
+    assert ends[0].channel(edge) is ends[0].channel(edge)
+    assert type(ends[1].channel(back)).__name__ == "_ThreadChannel"
+    ends[0].close()
+
+
+def test_without_delays_nothing_stands_in_between() -> None:
+    transport = ThreadHub(2, 20).transport(0)
+    assert slowed(transport, Delay()) is transport
+
+
+def test_a_slow_data_set_has_the_same_samples() -> None:
+    data = SlowDataset([(1, 2), (3, 4)], 0.02)
+    begun = time.monotonic()
+    assert (len(data), data[1]) == (2, (3, 4)) and time.monotonic() - begun >= 0.02
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("delay.ranks=[[7,5]]", "ranks 0..1"),
+        ("delay.ranks=[3]", "not a list of lists"),
+        ("delay.links=[[0,1]]", "[from rank,to rank,ms]"),
+        ("delay.links=[[0,1,-4]]", "nothing negative"),
+        ("delay.sample_ms=-1", "at least 0"),
+    ],
+)
+def test_wrong_delays_are_refused(engine: Engine, key: str, said: str) -> None:
+    ended = engine("model=sleep", "data=synthetic", key)
+    assert ended.code != 0 and said in ended.err
+
+
+CASES: dict[str, tuple[tuple[str, ...], str, float]] = {
+    # what is made slow, the bar that grows, milliseconds
+    "nothing": ((), "work", 0.0),
+    "a micro-batch": (("delay.ranks=[[1,60,2]]",), "variation", 60.0),
+    "a link": (("delay.links=[[0,1,60]]",), "transfer", 60.0),
+}
+
+
+def bars(engine: Engine, *keys: str) -> dict[str, Any]:
+    ended = engine(
+        "model=sleep", "data=synthetic", "data.shape=[16]", "train.steps=4", "train.global_batch_size=8",
+        "launch=threads", "eval.every=0", "device=cpu", *keys,
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    latest = max(ended.folder.glob("runs/**/summary.json"), key=lambda path: path.stat().st_mtime)
+    found: dict[str, Any] = json.loads(latest.read_text())["waterfall"]
+    return found
+
+
+def test_the_report_finds_what_was_made_slow(engine: Engine, tmp_path: Path) -> None:
+    """Only that it is found, on a machine that does other work: how exactly, `scripts/bench waterfall` measures."""
+    found = {what: bars(engine, *keys) for what, (keys, _, _) in CASES.items()}
+    for what, (_, bar, ms) in CASES.items():
+        if ms:
+            grown = {name: found[what][name] - found["nothing"][name] for name in ("variation", "transfer", "data")}
+            assert max(grown, key=lambda name: grown[name]) == bar, (what, grown)
+            assert grown[bar] > 0.5e-3 * ms
