@@ -17,12 +17,14 @@ with warnings.catch_warnings():
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 engine = command.engine  # a fixture
+SMALL = ["launch=threads", "model=mlp", "data=synthetic", "train.steps=3", "train.global_batch_size=8", "eval.every=0"]
+SMALL += ["model.features=16", "model.hidden=8", "data.shape=[16]", "data.samples=32"]
 NEEDS = {"F": ("WAIT_F", "SEND_F", -1), "B": ("WAIT_B", "SEND_B", 1), "I": ("WAIT_B", "SEND_B", 1)}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_every_message_of_a_real_run_can_be_followed(schedule: str, engine: Engine) -> None:
-    said = engine("model=mlp", f"schedule={schedule}", "launch=threads", "train.steps=3", "eval.every=0")
+    said = engine(*SMALL, f"schedule={schedule}")
     assert said.code == 0, said.err
     found = EventAccumulator(str(said.runs[0]))
     found.Reload()
