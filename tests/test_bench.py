@@ -95,11 +95,12 @@ def test_result_is_json_and_a_table() -> None:
 
 
 def test_durations_are_read_from_a_trace() -> None:
-    def span(name: str, dur: float, ph: str = "X") -> dict[str, object]:
-        return {"name": name, "ph": ph, "pid": 0, "tid": 0, "ts": 0.0, "dur": dur}
+    def span(name: str, dur: float, ph: str = "X", cat: str = "compute") -> dict[str, object]:
+        return {"name": name, "ph": ph, "pid": 0, "tid": 0, "ts": 0.0, "dur": dur, "cat": cat}
 
     spans = [span("0F0", 1000.0), span("0F1", 3000.0), span("0B0", 5000.0), span("1F0", 7000.0), span("1B0", 9000.0)]
     others = [span("0SEND_F0", 9e9), span("WAIT_F", 9e9), span("0F1", 9e9, "s"), {"ph": "M"}]
+    others.append(span("1F0", 9e9, cat="critical path"))
     durations = trace_durations({"traceEvents": spans + others}, stages=2)
     assert durations == {"F": [pytest.approx(0.002), pytest.approx(0.007)], "B": [0.005, pytest.approx(0.009)]}
     assert medians({("W", "1"): [3.0, 1.0, 2.0]}, stages=2) == {"W": [0.0, 2.0]}

@@ -40,8 +40,8 @@ class Job:
         return json.loads((self.folder / name).read_text())
 
     def spans(self, pattern: str) -> Counter[tuple[int, str]]:
-        """(rank, name) of the traced step's spans whose whole name matches."""
-        found = (event for event in self.json("trace.json")["traceEvents"] if event["ph"] == "X")
+        """(rank, name) of the traced step's spans whose whole name matches; the critical path has a process beyond."""
+        found = (e for e in self.json("trace.json")["traceEvents"] if e["ph"] == "X" and e["pid"] < RANKS)
         return Counter((event["pid"], event["name"]) for event in found if re.fullmatch(pattern, event["name"]))
 
 

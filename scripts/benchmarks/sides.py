@@ -109,7 +109,7 @@ def trace_durations(trace: dict[str, Any], stages: int) -> dict[str, list[float]
     found: Spans = defaultdict(list)
     for event in trace["traceEvents"]:
         name = ACTION.fullmatch(event.get("name", ""))
-        if name and event["ph"] == "X":
+        if name and event["ph"] == "X" and event["cat"] == "compute":  # the critical path repeats some of them
             found[name["op"], name["stage"]].append(event["dur"] * 1e-6)
     return medians(found, stages)
 
