@@ -77,6 +77,7 @@ class Settings:
     timeout_s: float = 600.0
     transport: str = "auto"  # between CPU processes; auto: shared memory on one Linux host, else gloo
     recompute: str = "none"
+    shard_optimizer: bool = False  # each replica updates a part of the parameters and keeps the state of that part only
     schedule: dict[str, Any] = field(default_factory=dict)  # name, chunks, options of the schedule
     model: dict[str, Any] = field(default_factory=dict)  # _target_, its keywords, loss: {_target_: ...}, split
     partition: dict[str, Any] = field(default_factory=dict)  # name: model | manual | uniform | parameters | time; split

@@ -57,8 +57,8 @@ class Reducer:
         self.named = [item for item in params if item[1].requires_grad]
         prints = fingerprints(self.named, bucket_bytes)
         require_alike(collective, prints, "replicas must hold equal stages", "parameters")
-        self._setup_bytes = collective.bytes_sent
-        self.buckets = cut(self.named[::-1], bucket_bytes, self._combine.marks)
+        self._setup_bytes, self.bytes_sent = collective.bytes_sent, 0  # for gradients, up to the last `wait`
+        self.buckets = cut(self.named[::-1], bucket_bytes, self._combine.marks, self._combine.shards)
         self._flats = [torch.zeros(b.elements, dtype=b.first.dtype, device=b.first.device) for b in self.buckets]
         self._views = [b.views(flat) for b, flat in zip(self.buckets, self._flats, strict=True)]
         self._turns = [self._order.add(partial(self._start, number)) for number in range(len(self.buckets))]
@@ -69,11 +69,6 @@ class Reducer:
         self._running: list[Future[None]] | None = None
         gpu = self._flats[0].device if self._flats and self._flats[0].is_cuda else None
         self._stream = None if gpu is None else torch.cuda.Stream(gpu)
-
-    @property
-    def bytes_sent(self) -> int:
-        """What this rank has sent for gradients so far."""
-        return self._collective.bytes_sent - self._setup_bytes
 
     @property
     def wire_bytes(self) -> int:
@@ -120,6 +115,7 @@ class Reducer:
             future.result(patience_s)
         self._running = None
         self._handed_over.clear()
+        self.bytes_sent = self._collective.bytes_sent - self._setup_bytes
 
     def _hand_over(self, number: int) -> None:
         _check(self.buckets[number])
@@ -137,16 +133,23 @@ class Reducer:
     def _reduce(self, number: int, ready: torch.cuda.Event | None) -> None:
         """In the reduce thread; on a GPU in a stream of its own."""
         start = time.monotonic_ns()
-        bucket, flat, views = self.buckets[number], self._flats[number], self._views[number]
+        bucket, flat = self.buckets[number], self._flats[number]
         with torch.no_grad(), torch.cuda.stream(self._stream):
             if self._stream is not None and ready is not None:
                 self._stream.wait_event(ready)
-            _pack(bucket, flat, views)
+            _pack(bucket, flat, self._views[number])
             self._combine(number, bucket, flat)
-            _unpack(bucket, flat, views)
+            self._hand_back(number)
             if self._stream is not None:
                 self._stream.synchronize()
         self.spans.append((start, time.monotonic_ns()))
+
+    def _hand_back(self, number: int) -> None:
+        """Set the gradients to what has come out."""
+        bucket, flat, views = self.buckets[number], self._flats[number], self._views[number]
+        anywhere = flat[bucket.marks : bucket.marks + len(views)].tolist()
+        for (_, parameter), view, present in zip(bucket.named, views, anywhere, strict=True):
+            parameter.grad = view if present else None
 
 
 def _check(bucket: Bucket) -> None:
@@ -168,9 +171,3 @@ def _pack(bucket: Bucket, flat: Tensor, views: Sequence[Tensor]) -> None:
             view.zero_()
         elif parameter.grad is not view:
             view.copy_(parameter.grad)
-
-
-def _unpack(bucket: Bucket, flat: Tensor, views: Sequence[Tensor]) -> None:
-    anywhere = flat[bucket.marks : bucket.marks + len(views)].tolist()
-    for (_, parameter), view, present in zip(bucket.named, views, anywhere, strict=True):
-        parameter.grad = view if present else None

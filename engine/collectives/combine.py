@@ -20,9 +20,10 @@ from engine.collectives.layout import Bucket
 
 
 class Combine(Protocol):
-    """`marks`: how many leading elements of each bucket are the combiner's own."""
+    """`marks`: how many leading elements of each bucket are the combiner's own; `shards`: see `Bucket`."""
 
     marks: int
+    shards: int
 
     def __call__(self, number: int, bucket: Bucket, flat: Tensor) -> None:
         """Combine `flat`, bucket `number`, in place."""
@@ -31,7 +32,7 @@ class Combine(Protocol):
 class Sum:
     """The sum over all members."""
 
-    marks = 0
+    marks, shards = 0, 1
 
     def __init__(self, collective: Collective) -> None:
         self._collective = collective
@@ -48,6 +49,8 @@ class Mean:
     A member without samples sets `takes_part` to False and adds nothing; `present` says which members took part in the
     last bucket. The magnitudes are there for compression: all members scale by the largest of them.
     """
+
+    shards = 1
 
     def __init__(self, collective: Collective, compression: Compression, average: bool = True) -> None:
         self.takes_part = True

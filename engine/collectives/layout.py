@@ -26,6 +26,7 @@ class Bucket:
     """Parameters of one dtype and device, in the order in which they were given. All numbers are in elements."""
 
     marks: int = 0
+    shards: int = 1  # what follows the head can be cut into so many equal, aligned parts
     named: list[Named] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     head: int = 0
@@ -47,7 +48,8 @@ class Bucket:
         for _, parameter in self.named:
             self.offsets.append(end)
             end = aligned(end + parameter.numel(), size)
-        self.elements = end
+        lines = aligned(1, size) * self.shards
+        self.elements = self.head + -(-(end - self.head) // lines) * lines
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The gradients inside `flat`, with the shapes and strides of their parameters."""
@@ -63,7 +65,7 @@ def aligned(elements: int, size: int) -> int:
     return -(-elements // per_line) * per_line
 
 
-def cut(named: Sequence[Named], bucket_bytes: int, marks: int = 0) -> list[Bucket]:
+def cut(named: Sequence[Named], bucket_bytes: int, marks: int = 0, shards: int = 1) -> list[Bucket]:
     """Fill buckets in the order given, each up to `bucket_bytes` of gradients; a larger gradient gets its own."""
     buckets: list[Bucket] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[Bucket, int]] = {}
@@ -71,7 +73,7 @@ def cut(named: Sequence[Named], bucket_bytes: int, marks: int = 0) -> list[Bucke
         key = parameter.dtype, parameter.device
         bucket, filled = filling.get(key, (None, 0))
         if bucket is None or filled + parameter.nbytes > bucket_bytes:
-            bucket, filled = Bucket(marks), 0
+            bucket, filled = Bucket(marks, shards), 0
             buckets.append(bucket)
         bucket.named.append((name, parameter))
         filling[key] = bucket, filled + parameter.nbytes

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from engine.collectives import Collective
+from engine.collectives import Collective, Group
+from engine.collectives.shards import Piece
 from engine.job import Job
 from engine.plan.lowering import channels
 from engine.runtime.reduction import collective_of
 from engine.runtime.seeds import building
 from engine.runtime.stage import Stage, StageLayer
 from engine.runtime.transport import Edge, Transport
-from engine.runtime.update import Norms
+from engine.runtime.update import Norms, PieceNorms
 from engine.targets import build
 
 _ENGINE_KEYS = ("loss", "split", "overlap")  # of `model`: not for its function
@@ -84,7 +85,8 @@ def build_stages(job: Job, rank: int, device: torch.device) -> dict[int, Stage]:
 
 
 class Wiring:
-    """Channels and groups of one rank. `reduction[s]`: the collective of all ranks that hold a copy of its stage s."""
+    """Channels and groups of one rank. `sharing[s]`: all ranks that hold a copy of its stage s; `reduction[s]`: their
+    all-reduce. Only with `shard_optimizer` the group has a channel between any two."""
 
     def __init__(self, job: Job, transport: Transport) -> None:
         self._transport = transport
@@ -94,18 +96,28 @@ class Wiring:
         owners = {s: job.placement.ranks_of(s) for s in range(job.placement.stages)}
         groups = {s: [r * job.ranks + o for r in range(job.replicas) for o in own] for s, own in owners.items()}
         kinds = {s: collective_of(job.settings, members) for s, members in groups.items()}
-        transport.open(self._edges(job) + [e for s, m in groups.items() for e in kinds[s].edges(m, f"reduce{s}")])
+        sharded = job.settings.shard_optimizer
+        wanted = {
+            s: Group.edges(m, f"reduce{s}", kinds[s]) if sharded else kinds[s].edges(m, f"reduce{s}")
+            for s, m in groups.items()
+        }
+        transport.open(self._edges(job) + [edge for edges in wanted.values() for edge in edges])
         self._pipeline = [self.replica * job.ranks + r for r in range(job.ranks)]
         self._last = groups[job.placement.stages - 1]
         for replica in range(job.replicas):
             self._group([replica * job.ranks + r for r in range(job.ranks)], "norms")
         self._group(self._last, "counts")
+        self._everybody = list(range(job.world))
+        if sharded and job.replicas > 1:
+            self._group(self._everybody, "norms")
         self.reduction: dict[int, Collective] = {}
+        self.sharing: dict[int, Group] = {}
         for s, members in groups.items():
             if kinds[s].backend_group:
                 self._group(members, f"reduce{s}")
             if self.rank in owners[s]:
-                self.reduction[s] = kinds[s](transport, members, f"reduce{s}")
+                self.sharing[s] = Group(transport, members, f"reduce{s}", kinds[s], checked=False)
+                self.reduction[s] = self.sharing[s].collective
 
     def _group(self, members: list[int], label: str) -> None:
         if len(members) > 1 and self._transport.rank in members:
@@ -126,6 +138,10 @@ class Wiring:
         if self._ranks > 1:
             self._transport.all_reduce(vector, self._pipeline, "norms").wait()
 
+    def sum_over_everybody(self, vector: torch.Tensor) -> None:
+        """Sum a vector over all ranks of the run, in place; waits for them."""
+        self._transport.all_reduce(vector, self._everybody, "norms").wait()
+
     def sum_counts(self, count: torch.Tensor) -> Callable[[], None]:
         """Start the sum of a count over all last ranks (others take no part); the result waits for it."""
         if len(self._last) == 1 or self._transport.rank not in self._last:
@@ -133,11 +149,19 @@ class Wiring:
         return self._transport.all_reduce(count, self._last, "counts").wait
 
 
-def norms_of(job: Job, stages: Mapping[int, Stage], wiring: Wiring, device: torch.device) -> Norms:
-    """The norm of the whole model, seen from the rank that holds `stages`. It counts first copies only."""
+def norms_of(
+    job: Job, stages: Mapping[int, Stage], pieces: Mapping[int, Sequence[Piece]], wiring: Wiring, device: torch.device
+) -> Norms:
+    """The norm of the whole model, seen from the rank that holds `stages`. It counts first copies only, or its own
+    `pieces` of each stage where the optimizer is sharded."""
     before = [0]
     for layer in job.layers:
         before.append(before[-1] + layer.trainable)
+    if pieces:
+        own = [(before[job.split[s]] + number, p) for s, parts in sorted(pieces.items()) for number, p in parts]
+        places, parameters = [place for place, _ in own], [p for _, p in own]
+        dtype = DTYPES[job.settings.precision]
+        return PieceNorms(parameters, places, before[-1], wiring.sum_over_everybody, dtype, device)
     ends, counted = [*job.split[1:], len(job.layers)], job.placement.first_copies(wiring.rank)
     places = [p for s in counted for p in range(before[job.split[s]], before[ends[s]])]
     parameters = [p for s in counted for _, p in stages[s].named_parameters()]

@@ -215,6 +215,7 @@ class Executor:
         given = None if message else feed.input(microbatch)
         last = stage == self._placement.stages - 1
         target = feed.target(microbatch) if last else None
+        self.stages[stage].ready()
         start = self.tracer.mark()
         if feed.training:
             loss = (lambda output: feed.loss(output, target)) if last else None

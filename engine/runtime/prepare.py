@@ -31,6 +31,7 @@ from engine.runtime.meet import transport_of
 from engine.runtime.microbatch import Batches, passes, sizes
 from engine.runtime.overlap import make_overlap
 from engine.runtime.reduction import grouped
+from engine.runtime.sharding import check_sharding
 from engine.runtime.source import dataset
 from engine.runtime.trials import Sample, length_of, sample_of, try_loss, try_update
 from engine.runtime.window import stream_program, stream_programs, window_lengths
@@ -47,6 +48,7 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
     verify(compute, SCHEDULES[compute.name].ascending)
     settings = replace(settings, model=sized_model(settings.model, compute.placement))
     _check_batch(settings)
+    check_sharding(settings, compute)
     make_overlap(settings.model.get("overlap"))
     loss = make_loss(settings.model.get("loss") or {})
     lengths, items = _measure_data(settings)

@@ -67,6 +67,7 @@ class Stage:
         self.seed = seed
         self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.versions: Versions | None = None  # given where the schedule is asynchronous
+        self.ready: Callable[[], None] = lambda: None  # returns when the parameters may be used
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._live: dict[int, _Live] = {}
         self._later: dict[int, tuple[Later, int]] = {}  # between I and W: what is left to do, and the bytes it holds

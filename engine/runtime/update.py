@@ -59,6 +59,19 @@ class Norms:
         return float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
 
 
+class PieceNorms(Norms):
+    """The same where each rank has pieces of the gradients: `parameters` are pieces, and a place may occur on several
+    ranks. `exchange` sums over all ranks of the run. Their squares are summed, so the last digits may differ."""
+
+    def total(self) -> Tensor:
+        squares = torch.zeros(self._total, dtype=torch.float64, device=self._device)
+        for place, piece in zip(self._places, self._parameters, strict=True):
+            if piece.grad is not None:
+                squares[place] += torch.linalg.vector_norm(piece.grad, 2.0).double().square()
+        self._exchange(squares)
+        return torch.linalg.vector_norm(squares.sqrt().to(self._dtype), 2.0)
+
+
 class Update:
     """Optimizer, scheduler and clipping of one rank. A rank without parameters has no optimizer."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 from engine.collectives.background import ReduceThread
 from engine.collectives.buckets import Reducer
 from engine.collectives.order import Order
+from engine.collectives.shards import ShardedReducer
 from engine.collectives.watch import Watch
 from engine.job import Job, MessageSpec
 from engine.plan.timeline import Kind
@@ -70,12 +72,16 @@ class Worker:
         for stage in self.stages.values():
             slow_down(stage, rank, settings.delay)
         self.last_here = job.placement.stages - 1 in self.stages
-        named = [item for s in sorted(self.stages) for item in self.stages[s].named_parameters()]
-        parameters = [p for _, p in named]
-        self.update = Update(parameters, *build_optimizer(job, parameters), settings.train.clip_norm)
-        self.norms = norms_of(job, self.stages, self.wiring, self.device)
         self.reduce_thread = ReduceThread()
         self.reducers = self._reducers() if job.reduces else {}
+        self.sharded = {s: r for s, r in sorted(self.reducers.items()) if isinstance(r, ShardedReducer)}
+        for s, sharded in self.sharded.items():
+            self.stages[s].ready = partial(self._gathered, s, sharded)
+        pieces = {s: sharded.pieces for s, sharded in self.sharded.items()}
+        whole = [p for s in sorted(self.stages) for _, p in self.stages[s].named_parameters()]
+        parameters = [piece.parameter for own in pieces.values() for piece in own] if pieces else whole
+        self.update = Update(parameters, *build_optimizer(job, parameters), settings.train.clip_norm)
+        self.norms = norms_of(job, self.stages, pieces, self.wiring, self.device)
         self.watches = [Watch([p for _, p in reducer.named], reducer.seen) for reducer in self.reducers.values()]
         self.loss = make_loss(settings.model.get("loss") or {})
         self.tracer = tracer_for(self.device)
@@ -95,11 +101,15 @@ class Worker:
 
     def _reducers(self) -> dict[int, Reducer]:
         """In the order of their REDUCE actions: the last stage first."""
-        nbytes, order = self.job.settings.allreduce.bucket_bytes, Order()
-        return {
-            s: Reducer(self.stages[s].named_parameters(), self.wiring.reduction[s], nbytes, self.reduce_thread, order)
-            for s in sorted(self.stages, reverse=True)
-        }
+        nbytes, order, wiring = self.job.settings.allreduce.bucket_bytes, Order(), self.wiring
+        reducers: dict[int, Reducer] = {}
+        for s in sorted(self.stages, reverse=True):
+            named, rest = self.stages[s].named_parameters(), (nbytes, self.reduce_thread, order)
+            if self.job.settings.shard_optimizer:
+                reducers[s] = ShardedReducer(named, wiring.sharing[s], *rest)
+            else:
+                reducers[s] = Reducer(named, wiring.reduction[s], *rest)
+        return reducers
 
     def run(self) -> None:
         """All steps, and the evaluations between and after them."""
@@ -112,6 +122,7 @@ class Worker:
             self._flush()
         self._compare_clocks()
         self.links.limit(0)
+        self._await_parameters()
         for watch in self.watches:
             watch.close()
         self.reduce_thread.close()
@@ -135,6 +146,7 @@ class Worker:
             done += count
             if every != 0 and (done == steps or (every is not None and done % every == 0)):
                 self._flush()
+                self._await_parameters()  # before anything else uses the channels that they come through
                 for record in self.evaluation.run(done):
                     self.post(encode("evaluation", {"rank": self.world_rank} | record))
                 self.tracer.pause_ended()
@@ -278,5 +290,18 @@ class Worker:
                     stack.enter_context(each.versions.updating())
             self.update.apply(norm)
         add(Kind.STEP, -1, microbatch, start, mark())
+        for sharded in self.sharded.values():
+            sharded.gather()
         if self.window is not None:
             self._updated(self.window)
+
+    def _await_parameters(self) -> None:
+        for stage in self.stages.values():
+            stage.ready()
+
+    def _gathered(self, stage: int, sharded: ShardedReducer) -> None:
+        """Before a stage is used: its parameters are whole."""
+        start = self.tracer.mark()
+        if sharded.gathered():
+            self.tracer.add(Kind.WAIT_REDUCE, stage, -1, start, self.tracer.mark())
+            self.tracer.add_host(Kind.REDUCE, stage, -1, *sharded.gather_span)

@@ -1,0 +1,112 @@
+"""shard_optimizer=true: the numbers of the run without it, at 1/R of the optimizer's memory and the same bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from harness import ADAM, SGD, Ran, plain, run_threads, settings
+
+from engine.runtime.prepare import prepare
+from engine.settings import AllReduce, Eval, Settings
+
+MLP = {"_target_": "toys.mlp", "loss": {"_target_": "toys.TokenLoss"}}
+
+
+def both(wanted: Settings) -> tuple[Ran, Ran]:
+    """The same run with and without shards."""
+    return run_threads(replace(wanted, shard_optimizer=True)), run_threads(wanted)
+
+
+def same(sharded: Ran, whole: Ran, bitwise: bool) -> None:
+    """Every replica holds the weights of the other run, and the losses were its."""
+    for replica in range(sharded.job.replicas):
+        for name, value in whole.state().items():
+            if bitwise:
+                assert torch.equal(sharded.state(replica)[name], value), name
+            else:
+                torch.testing.assert_close(sharded.state(replica)[name], value, rtol=1e-9, atol=1e-12)
+    assert sharded.losses() == pytest.approx(whole.losses(), rel=1e-9)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
+@pytest.mark.parametrize(
+    ("schedule", "replicas", "changes"),
+    [
+        ("gpipe", 2, {}),
+        ("1f1b", 3, {}),
+        ("1f1b", 2, {"allreduce": AllReduce(bucket_bytes=1)}),
+        ("1f1b", 2, {"clip_norm": 0.01}),
+        ("zb_h1", 2, {"accumulate": 2}),
+        ("zb_v", 2, {}),
+        ("interleaved_1f1b", 2, {"eval": Eval(every=1)}),
+    ],
+)
+def test_the_numbers_are_those_without_shards(
+    schedule: str, replicas: int, changes: dict[str, Any], optimizer: dict[str, Any]
+) -> None:
+    """To the last bit, but for clipping, whose norm is summed from pieces, and for three summands, whose order depends
+    on where a bucket is cut."""
+    batch = 16 * changes.get("accumulate", 1)
+    wanted = settings(
+        schedule, 2, 4, replicas=replicas, optimizer=optimizer, **{"model": MLP, "global_batch_size": batch} | changes
+    )
+    if schedule == "interleaved_1f1b":
+        wanted = replace(wanted, schedule={"name": schedule, "chunks": 2})
+    same(*both(wanted), bitwise=replicas == 2 and "clip_norm" not in changes)
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe", "chimera"])
+def test_two_copies_of_a_stage_share_its_optimizer(schedule: str) -> None:
+    wanted = settings(schedule, 2, 4, replicas=1, model=MLP, clip_norm=0.01)
+    same(*both(wanted), bitwise=False)
+
+
+def test_it_is_one_process_after_all() -> None:
+    wanted = settings("1f1b", 2, 4, replicas=2, model=MLP, optimizer=ADAM, clip_norm=0.05, shard_optimizer=True)
+    expected, _ = plain(wanted, microbatched=True)
+    for name, value in run_threads(wanted).state().items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
+
+
+def test_a_parameter_that_no_replica_used_is_left_alone() -> None:
+    """Weight decay would move it; C035."""
+    model = {"_target_": "toys.sometimes", "loss": {"_target_": "toys.TokenLoss"}}
+    same(*both(settings("gpipe", 1, 2, replicas=2, steps=4, model=model, global_batch_size=4)), bitwise=True)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_each_rank_keeps_its_part_of_the_state_and_sends_what_an_all_reduce_sends(replicas: int) -> None:
+    """Adam keeps two numbers per parameter; pieces end at multiples of 64 bytes, so the parts differ by less than one
+    line per parameter. The head of a bucket is all-reduced, the rest scattered and, before the next step, gathered:
+    2(N-1)/N of the whole."""
+    model = {"_target_": "toys.mlp", "layers": 4, "width": 32, "loss": {"_target_": "toys.TokenLoss"}}
+    data = {"_target_": "toys.Tokens", "width": 32}
+    wanted = settings("1f1b", 1, 2, replicas=replicas, steps=2, model=model, data=data, optimizer=ADAM)
+    sharded, whole = both(wanted)
+
+    def state_bytes(ran: Ran, rank: int) -> int:
+        optimizer = ran.workers[rank].update.optimizer
+        assert optimizer is not None
+        return sum(v.nbytes for s in optimizer.state.values() for k, v in s.items() if k != "step")
+
+    full, parts = state_bytes(whole, 0), [state_bytes(sharded, rank) for rank in range(replicas)]
+    assert sum(parts) == full
+    buckets = len(sharded.workers[0].reducers[0].buckets)
+    assert all(abs(part - full / replicas) <= 2 * 64 * 10 * buckets for part in parts)
+    sent = [sum(r.meta["reduce_bytes_sent"] for r in ran.of("step") if r.meta["step"] == 1) for ran in (sharded, whole)]
+    wire = sharded.workers[0].reducers[0].wire_bytes
+    assert sent[0] == 2 * (replicas - 1) * wire
+    assert sent[0] <= sent[1] * 1.05
+
+
+def test_what_cannot_be_sharded_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"shard_optimizer=true .* data_parallel.replicas=1"):
+        prepare(settings("1f1b", 2, 4, shard_optimizer=True), ".", ".")
+    with pytest.raises(ValueError, match=r"schedule=pipedream_2bw keeps several versions"):
+        prepare(settings("pipedream_2bw", 2, 4, replicas=2, shard_optimizer=True), ".", ".")
+    adafactor = {"_target_": "torch.optim.Adafactor"}
+    with pytest.raises(ValueError, match=r"shard_optimizer=true cannot divide torch.optim.Adafactor.*Adam, "):
+        prepare(settings("1f1b", 2, 4, replicas=2, optimizer=adafactor, shard_optimizer=True), ".", ".")
