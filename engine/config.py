@@ -20,7 +20,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from engine.plan.choose import ALL
-from engine.plan.features import COPIES, SPLIT, VERSIONS, features
 from engine.plan.schedules import SCHEDULES, offered_schedules
 from engine.plan.schedules import build as build_schedule
 from engine.runtime.environment import joined
@@ -46,7 +45,6 @@ LATER: dict[str, tuple[str, ...]] = {
     "recompute": ("all", "full", "selective"),
     "partition.name": ("time",),
 }
-EXECUTED = (SPLIT, COPIES, VERSIONS)  # of plan/features.py: what the runtime can execute
 AT_LEAST: dict[str, float] = {
     "pipeline.ranks": 1,
     "pipeline.microbatches": 1,
@@ -235,12 +233,7 @@ def _check_size(settings: Settings) -> None:
 def _check_schedule(settings: Settings) -> None:
     one_of("schedule.name", settings.schedule.get("name"), offered_schedules())
     name, pipeline = settings.schedule["name"], settings.pipeline
-    program = build_schedule(name, pipeline.ranks, pipeline.microbatches, settings.schedule_options)
-    if settings.mode == "train" and (missing := [what for what in features(program) if what not in EXECUTED]):
-        raise ValueError(
-            f"schedule {name} needs {' and '.join(missing)}, which mode=train is not able to execute yet; "
-            "mode=plan verifies, simulates and draws it"
-        )
+    build_schedule(name, pipeline.ranks, pipeline.microbatches, settings.schedule_options)
 
 
 def _check_comparison(settings: Settings) -> None:

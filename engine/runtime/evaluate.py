@@ -16,9 +16,10 @@ from torch import Tensor
 
 from engine.job import Job
 from engine.runtime.build import DTYPES, Wiring
-from engine.runtime.executor import Executor, Feed
+from engine.runtime.executor import Executor
 from engine.runtime.losses import Loss
 from engine.runtime.microbatch import Batches, offsets, passes, sizes, take
+from engine.runtime.orders import Feed
 from engine.runtime.source import dataset, loader, pair, to_device
 from engine.runtime.stage import Draw, Stage
 

@@ -21,9 +21,8 @@ Neighbouring stages on one rank hand tensors over directly. An exception leaves 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,54 +34,11 @@ from engine.plan.actions import Action, Op, Placement, Program
 from engine.plan.timeline import Kind
 from engine.runtime.boundary import Layout, Message, tensors_of
 from engine.runtime.links import ONE_WAY, Links, Pending
+from engine.runtime.orders import Feed, Row, long_row_of, row_of
 from engine.runtime.overlap import Beside, LayerCall, Overlap, together
 from engine.runtime.position import Place, here, locate
-from engine.runtime.stage import Draw, Stage
+from engine.runtime.stage import Stage
 from engine.runtime.trace import Tracer
-
-Unit = tuple[Action, ...]  # one action, or an overlapped pair
-
-
-class Row(NamedTuple):
-    """A rank's row of a program as the executor takes it."""
-
-    units: Iterable[Unit]
-    halves: frozenset[tuple[int, int]]  # (stage, micro-batch) whose backward is I and W
-    closing: frozenset[tuple[int, int]]  # the same of the last B or W of each stage that is reduced
-    placement: Placement  # which way a micro-batch goes depends on how many there are
-
-
-def _row_of(program: Program, rank: int) -> Row:
-    actions = program.actions(rank)
-    units = [(action, next(actions)) if action.fused else (action,) for action in actions]
-    flat = [action for unit in units for action in unit]
-    halves = frozenset((a.stage, a.microbatch) for a in flat if a.op is Op.I)
-    last = {a.stage: a.microbatch for a in flat if a.op in (Op.B, Op.W)}
-    closing = frozenset((a.stage, last[a.stage]) for a in flat if a.op is Op.REDUCE and a.stage in last)
-    return Row(units, halves, closing, program.placement)
-
-
-def _long_row_of(program: Program, rank: int) -> Row:
-    """The row of an asynchronous program, to be run once: unpacked on the way, because it may be long."""
-    return Row(((action,) for action in program.actions(rank)), frozenset(), frozenset(), program.placement)
-
-
-@dataclass
-class Feed:
-    """What the ends of a pipeline need for one pass of micro-batches; `sizes[m]` samples in micro-batch m."""
-
-    sizes: Sequence[int]
-    input: Callable[[int], Any]  # on the first stage's rank
-    target: Callable[[int], Any]  # on the last stage's rank
-    draw: Callable[[int], Draw]
-    loss: Callable[[Any, Any], Tensor]  # sum over a micro-batch
-    count: Callable[[int], float]  # what a micro-batch's global batch counted; may wait for the other replicas
-    evaluated: Callable[[Any, Any, int], None] | None = None  # output, target, micro-batch: given in evaluation only
-    losses: dict[int, Tensor] = field(default_factory=dict)  # filled: micro-batch -> loss sum
-
-    @property
-    def training(self) -> bool:
-        return self.evaluated is None
 
 
 class Executor:
@@ -159,8 +115,8 @@ class Executor:
         if id(program) in self._rows:
             return self._rows[id(program)][1]
         if program.asynchronous:
-            return _long_row_of(program, self.rank)
-        self._rows[id(program)] = program, _row_of(program, self.rank)
+            return long_row_of(program, self.rank)
+        self._rows[id(program)] = program, row_of(program, self.rank)
         return self._rows[id(program)][1]
 
     def _act(self, action: Action) -> Any:

@@ -16,9 +16,9 @@ from engine.job import Job
 from engine.plan.timeline import Kind
 from engine.runtime.build import DTYPES
 from engine.runtime.delay import SlowDataset
-from engine.runtime.executor import Feed
 from engine.runtime.losses import Loss
 from engine.runtime.microbatch import Batches, offsets, passes, sizes, take
+from engine.runtime.orders import Feed
 from engine.runtime.position import Place, locate
 from engine.runtime.source import dataset, loader, pair, to_device
 from engine.runtime.stage import Draw

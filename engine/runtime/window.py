@@ -17,10 +17,10 @@ from engine.plan.actions import Program
 from engine.plan.lowering import lower
 from engine.plan.schedules import SCHEDULES
 from engine.plan.verify import verify
-from engine.runtime.executor import Feed
 from engine.runtime.feed import Count, Share, Shares
 from engine.runtime.losses import Loss
 from engine.runtime.microbatch import Batches, offsets, sizes
+from engine.runtime.orders import Feed
 from engine.runtime.stage import Draw
 from engine.settings import Settings
 
