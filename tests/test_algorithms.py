@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from workers import RUNS, over_threads
+from workers import RUNS, copy_late, over_threads
 
 from engine.collectives import COLLECTIVES, Collective, Hierarchical, ReduceOp, peers
 from engine.collectives.auto import CANDIDATES, Auto
@@ -121,6 +121,19 @@ def test_sums_over_threads_and_gloo_alike(name: str, world: int, run: Any) -> No
     for tensor, _, _ in results:
         torch.testing.assert_close(tensor, torch.stack(parts).sum(0))
         assert torch.equal(tensor, results[0][0])
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("world", [2, 3, 4, 6])
+def test_memory_that_is_still_being_sent_or_received_is_left_alone(
+    name: str, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A transport that copies some time after both ends have met, as a socket does."""
+    copy_late(monkeypatch, seed=world)
+    monkeypatch.setattr(peers, "PIECE_BYTES", 16)
+    parts = [torch.full((24,), float(10**rank)) for rank in range(world)]
+    for tensor, _, _ in reduced(world, COLLECTIVES[name], parts):
+        assert tensor.unique().tolist() == [float("1" * world)]
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from workers import HANG_S, RUNS, over_threads, processes
+from workers import HANG_S, RUNS, copy_late, over_threads, processes
 
 from engine import collectives as ours
-from engine.collectives import Group, ReduceOp
+from engine.collectives import Group, ReduceOp, peers
 from engine.runtime.transport import PeerTimeout, Transport
 
 DTYPES = [
@@ -436,6 +436,17 @@ def calls(rank: int, world: int, api: Any, **group: Any) -> list[list[float]]:
     api.all_to_all_single(single, x.clone(), **group)
     api.barrier(**group)
     return [t.flatten().tolist() for t in [*out, y, piece, *gathered, *lists, whole, shard, row, single]]
+
+
+@pytest.mark.parametrize("world", [3, 5])
+def test_memory_that_is_still_being_sent_or_received_is_left_alone(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(group: Group) -> list[list[float]]:
+        return calls(group.rank, world, ours, group=group)
+
+    expected = run(world, main)
+    copy_late(monkeypatch, seed=world)
+    monkeypatch.setattr(peers, "PIECE_BYTES", 16)
+    assert run(world, main, checked=False) == expected
 
 
 def both(transport: Transport, pipe: Any) -> None:

@@ -7,15 +7,17 @@ over loopback. `processes` is for what only a process can do: be stopped or kill
 from __future__ import annotations
 
 import multiprocessing
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import pytest
 import torch.distributed as dist
 
-from engine.runtime.transport import Edge, Transport
+from engine.runtime.transport import Edge, Transport, queues
 from engine.runtime.transport.gloo import GlooTransport
 from engine.runtime.transport.shared import SharedMemoryTransport
 from engine.runtime.transport.threads import ThreadHub
@@ -44,6 +46,23 @@ def over_shared(world: int, main: Callable[[Transport], T], timeout_s: float = 2
 
 
 RUNS: dict[str, Run] = {"threads": over_threads, "gloo": over_gloo, "shared": over_shared}
+
+
+def copy_late(patch: pytest.MonkeyPatch, seed: int) -> None:
+    """Threads' messages are copied some time after both ends have met, as by a socket: memory must not change before."""
+    at_once, delays = queues._complete, random.Random(seed)
+
+    def later(send: queues.Operation, receive: queues.Operation, edge: Edge) -> None:
+        condition = send._queues.condition
+
+        def copy() -> None:
+            with condition:
+                at_once(send, receive, edge)
+                condition.notify_all()
+
+        threading.Timer(delays.random() * 0.004, copy).start()
+
+    patch.setattr(queues, "_complete", later)
 
 
 def _run(world: int, main: Callable[[Transport], T], transport: Callable[[int], Transport]) -> list[T]:
