@@ -49,7 +49,7 @@ RUNS: dict[str, Run] = {"threads": over_threads, "gloo": over_gloo, "shared": ov
 
 
 def copy_late(patch: pytest.MonkeyPatch, seed: int) -> None:
-    """Threads' messages are copied some time after both ends have met, as by a socket: memory must not change before."""
+    """Threads' messages are copied some time after both ends have met, as by a socket: memory must stay until then."""
     at_once, delays = queues._complete, random.Random(seed)
 
     def later(send: queues.Operation, receive: queues.Operation, edge: Edge) -> None:
