@@ -73,4 +73,4 @@ class Thinning:
 
 def _cost(spans: int) -> float:
     """Seconds that a document takes to be made, measured on a slow processor."""
-    return 1.5e-3 + 8e-6 * spans
+    return 2.5e-3 + 9e-6 * spans
