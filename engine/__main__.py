@@ -23,7 +23,8 @@ def leave(code: int) -> NoReturn:
 
 def _break_off(code: int) -> None:
     names = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
-    print(f"not waited for: {', '.join(names)} (threads that a `_target_` left running)", file=sys.stderr, flush=True)
+    if names:  # else it is an exit handler of somebody's that takes its time
+        print(f"not waited for: {', '.join(names)} (threads that a `_target_` left running)", file=sys.stderr, flush=True)
     os._exit(code)
 
 

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from engine.plan.choose import ALL
 from engine.plan.schedules import SCHEDULES, offered_schedules
 from engine.plan.schedules import build as build_schedule
-from engine.runtime.environment import joined
+from engine.runtime.environment import joined, open_files
 from engine.settings import Settings
 
 T = TypeVar("T")
@@ -63,7 +63,9 @@ AT_LEAST: dict[str, float] = {
 }
 ABOVE_ZERO = ("train.clip_norm", "train.clip_norm_type", "timeout_s", "plan.memory_limit")
 MOST_PAIRS = 2**24  # of a rank and a micro-batch: four times a run of 1024 ranks and 4096 micro-batches
-MOST_WORKERS = 256
+STAGES_PER_RANK = ("chunks", "waves")  # options of schedules that multiply them
+MOST_WORKERS = 256  # on this host; also of one loader
+FILES, FILES_PER_WORKER = 26, 3  # that the parent has open at once: its own, and a pipe and the store's for each
 AT_MOST = {"threads_per_worker": 1024, "timeout_s": 2e6}  # 23 days; the system's calls take milliseconds in 32 bits
 
 
@@ -186,6 +188,7 @@ def check(settings: Settings) -> None:
         raise ValueError(unknown("key", f"partition.{key}", ("partition.name", "partition.split")))
     _check_ranges(settings)
     _check_size(settings)
+    _check_files(settings)
     if settings.plan.compare:
         _check_comparison(settings)
     else:
@@ -216,17 +219,30 @@ def _check_ranges(settings: Settings) -> None:
 
 def _check_size(settings: Settings) -> None:
     """Slips of the keyboard that would fill the memory, or the host with processes."""
-    pairs = settings.pipeline.ranks * settings.pipeline.microbatches
-    if pairs > MOST_PAIRS:
+    factors = {path: get(settings, path) for path in ("pipeline.ranks", "pipeline.microbatches")}
+    given = {f"schedule.{key}": settings.schedule.get(key) for key in STAGES_PER_RANK}
+    factors |= {path: value for path, value in given.items() if isinstance(value, int) and value > 0}
+    forwards = math.prod(factors.values())
+    if forwards > MOST_PAIRS:
+        shown = " x ".join(f"{path}={value}" for path, value in factors.items())
         raise ValueError(
-            f"pipeline.ranks={settings.pipeline.ranks} x pipeline.microbatches={settings.pipeline.microbatches} is "
-            f"{pairs:,} forwards; a program may hold at most {MOST_PAIRS:,}: lower one of them"
+            f"{shown} is {forwards:,} forwards; a program may hold at most {MOST_PAIRS:,}: lower one of them"
         )
     if settings.mode == "train" and settings.world > MOST_WORKERS and not joined():
         raise ValueError(
             f"pipeline.ranks={settings.pipeline.ranks} x data_parallel.replicas={settings.data_parallel.replicas} is "
             f"{settings.world} workers on this host; at most {MOST_WORKERS} are started here: lower one of them, or "
             "start the run on several hosts with torchrun"
+        )
+
+
+def _check_files(settings: Settings) -> None:
+    """Below this the parent, or a library, stops in the middle of its start, and says so at length or not at all."""
+    needed = FILES + FILES_PER_WORKER * (settings.world if settings.launch == "processes" else 0)
+    if settings.mode == "train" and open_files() < needed:
+        raise ValueError(
+            f"this process may open {open_files()} files, and a run of {settings.world} ranks needs {needed}: raise the "
+            f"limit (ulimit -n {max(1024, 2 * needed)}), or lower pipeline.ranks or data_parallel.replicas"
         )
 
 
@@ -272,6 +288,8 @@ def _check_loader(data: Mapping[str, Any]) -> None:
     workers = _scalar(int, data.get("workers", 0), "data.workers")
     if workers < 0:
         raise ValueError(f"data.workers={workers} must be at least 0")
+    if workers > MOST_WORKERS:
+        raise ValueError(f"data.workers={workers} must be at most {MOST_WORKERS}, for each rank that loads samples")
     _scalar(bool, data.get("shuffle", True), "data.shuffle")
     pin = data.get("pin_memory")
     if pin not in (None, "auto") and not isinstance(pin, bool):

@@ -39,6 +39,11 @@ def said(error: BaseException) -> str:
     return f"{type(error).__name__}: {message_of(error)}"
 
 
+def cause(error: BaseException) -> str:
+    """What is said of an error that is handed on: a ValueError is a refusal in words, of others the type tells too."""
+    return message_of(error) if isinstance(error, ValueError) else said(error)
+
+
 def printable(text: str, most: int = MOST_CHARACTERS) -> str:
     """Text that can be written anywhere: lone surrogates spelt out, and not without end."""
     text = text.encode(errors="backslashreplace").decode()

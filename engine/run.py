@@ -221,5 +221,12 @@ def _describe(job: Job, folder: Path, recorder: Recorder) -> None:
     config = asdict(job.settings)
     write_json(folder / CONFIG_NAME, config)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
-    message = f"configuration {digest} (config.json), seed {job.settings.seed}"
-    recorder(Record("log", {"rank": None, "level": logging.INFO, "logger": __name__, "message": message}, {}))
+    _note(recorder, logging.INFO, f"configuration {digest} ({CONFIG_NAME}), seed {job.settings.seed}")
+    batch = job.settings.train.global_batch_size
+    if batch > job.train_samples:
+        said = f"train.global_batch_size={batch} is more than the {job.train_samples} samples there are"
+        _note(recorder, logging.WARNING, f"{said}: every step takes all of them, and is an epoch")
+
+
+def _note(recorder: Recorder, level: int, message: str) -> None:
+    recorder(Record("log", {"rank": None, "level": level, "logger": __name__, "message": message}, {}))

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from engine.errors import message_of, refusing, said
+from engine.errors import cause, refusing, said
 
 OURS = Path(__file__).resolve().parent.parent / "models"
 _MARKS = ("_target_", "_partial_", "_args_")
@@ -207,13 +207,8 @@ def build(config: Mapping[str, Any], *args: Any, where: str, **extra: Any) -> An
     if bound:
         return partial(target, *values, **keywords)
     given = ", ".join(f"{key}={value!r}" for key, value in keywords.items() if key in config)
-    with refusing(lambda error: f"{_cause(error)} (while calling {path}({given}) for {where})"):
+    with refusing(lambda error: f"{cause(error)} (while calling {path}({given}) for {where})"):
         return target(*values, **keywords)
-
-
-def _cause(error: BaseException) -> str:
-    """A ValueError is a refusal in words; of anything else the type tells something too."""
-    return message_of(error) if isinstance(error, ValueError) else said(error)
 
 
 def build_function(config: Mapping[str, Any], arguments: int, where: str) -> Any:

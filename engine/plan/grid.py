@@ -72,8 +72,8 @@ def _timeline_grid(timeline: Timeline, mark: tuple[int, int] | None, width: int)
     single = len(np.unique(ranks)) == len(np.unique(ranks.astype(np.int64) << 32 | stages))
     cell = len(f"{'' if single else stages.max()}F{timeline.microbatch[compute].max()}")
     room = max(1, (width - len(f"rank {timeline.ranks - 1} | ")) // (cell + 1))
-    wanted = max(1, round((end - begin) / float(lasts[lasts > 0].min())))
-    slots = min(room, wanted)
+    wanted = max(1.0, (end - begin) / float(lasts[lasts > 0].min()))  # more than can be counted, it may be
+    slots = min(room, round(min(wanted, room)))
     middles: npt.NDArray[np.float64] = begin + (np.arange(slots) + 0.5) * (end - begin) / slots
     shown = _window(timeline.ranks, mark[0] if mark else 0, _MAX_ROWS)
     lines, at = [], None

@@ -21,6 +21,7 @@ from engine.plan.verify import peak_in_flight
 
 Floats = npt.NDArray[np.float64]
 
+MOST_COST = 1e15  # sums stay exact enough to tell actions apart
 COST_DEFAULTS = {"forward": 1.0, "input_backward": 1.0, "weight_backward": 1.0, "transfer": 0.0}
 
 
@@ -69,8 +70,8 @@ def _numbers(key: str, value: Any, stages: int, ranks: int) -> Floats:
         raise ValueError(f"{given}; give {' or '.join(map(str, sorted(possible)))}, or a single number for all")
     for number in numbers:
         real = isinstance(number, (int, float, np.integer, np.floating)) and not isinstance(number, bool)
-        if not real or not math.isfinite(number) or number < 0:
-            raise ValueError(f"plan.costs.{key}={value!r}: {number!r} is not a number of 0 or more")
+        if not real or not 0 <= number <= MOST_COST:
+            raise ValueError(f"plan.costs.{key}={value!r}: {number!r} is not a number of 0 or more, at most {MOST_COST:.0e}")
     return np.repeat(np.array(numbers, dtype=np.float64), stages // len(numbers))
 
 

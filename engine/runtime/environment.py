@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import resource
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
 
@@ -20,6 +22,12 @@ def launched_world() -> int:
 def one_host() -> bool:
     """Whether all ranks of the run are on this host: always, unless a launcher says otherwise."""
     return not joined() or os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ["WORLD_SIZE"]
+
+
+def open_files() -> float:
+    """How many files this process may have open at once (`ulimit -n`); infinity where there is no limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return math.inf if soft == resource.RLIM_INFINITY else soft
 
 
 def cores() -> int:

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 
-from engine.errors import refusing, said
+from engine.errors import cause, refusing, said
 from engine.job import Layer, MessageSpec
 from engine.runtime.boundary import describe, shapes
 
@@ -32,17 +32,23 @@ _TORCHS_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
-class _Draws(TorchDispatchMode):
-    """Notices operators that use a random generator."""
+_PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv"))
+
+
+class _Watch(TorchDispatchMode):
+    """Notices operators that use a random generator; refuses products that torch lets pass only where they are fake."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = False
+        self.drawn = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        dtypes = {str(arg.dtype).removeprefix("torch.") for arg in args if isinstance(arg, Tensor)}
+        if func in _PRODUCTS and len(dtypes) > 1:
+            raise TypeError(f"{func} of different dtypes: {', '.join(sorted(dtypes))}")
         if torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, args, kwargs):
-            self.seen = True
+            self.drawn = True
         return func(*args, **kwargs)
 
 
@@ -121,9 +127,9 @@ class FakeModel:
 
     def _through(self, index: int, module: nn.Module, value: Any, rows: int) -> Any:
         where = f"layer {self.names[index]!r} fails on a micro-batch of {rows} samples (its input: {shapes(value)})"
-        with refusing(lambda error: f"{where}: {said(error)}"), _Draws() as draws:
+        with refusing(lambda error: f"{where}: {said(error)}"), _Watch() as watch:
             result = module(value)
-        if draws.seen:
+        if watch.drawn:
             self._draws.add(index)
         return result
 
@@ -142,7 +148,7 @@ class FakeModel:
 def _try_loss(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> None:
     """Whether the loss takes such an output and target. A loss that looks at values can only be tried for real."""
     complaint = f"model.loss fails on the model's output ({shapes(output)}) and the data's targets ({shapes(target)})"
-    with suppress(*_LOOKS_AT_VALUES), refusing(lambda error: f"{complaint}: {said(error)}", *_LOOKS_AT_VALUES):
+    with suppress(*_LOOKS_AT_VALUES), refusing(lambda error: f"{complaint}: {cause(error)}", *_LOOKS_AT_VALUES):
         loss(output, target)
 
 

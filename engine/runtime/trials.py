@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset, default_collate
 
-from engine.errors import refusing, said
+from engine.errors import cause, refusing, said
 from engine.job import MessageSpec, TensorSpec
 from engine.runtime.boundary import shapes
 from engine.runtime.losses import Loss, stand_in
@@ -89,7 +89,7 @@ def try_loss(
     with refusing(lambda error: f"model.loss fails on an output of {shapes(given)}: {said(error)}"):
         expected = to_device(default_collate([target] * rows), torch.device("cpu"), dtype)
     complaint = f"model.loss fails on the model's output ({shapes(given)}) and the data's targets ({shapes(expected)})"
-    with refusing(lambda error: f"{complaint}: {said(error)}"), autocast():
+    with refusing(lambda error: f"{complaint}: {cause(error)}"), autocast():
         total = loss(given, expected)
         count = loss.count(expected, output)
         loss.scored(given, expected)
