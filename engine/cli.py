@@ -62,20 +62,21 @@ def _compose() -> int:
     OmegaConf.register_new_resolver("engine.token", lambda: secrets.token_hex(3), use_cache=True, replace=True)
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra hands its errors on instead of printing them and exiting
     _outcomes.clear()
-    try:
-        with interrupt.raising():
-            _check_start()
-            sys.argv[1:] = arranged(sys.argv[1:])
-            hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(_job)()
-    except KeyboardInterrupt as error:
-        _outcomes.append(run.outcome_of(error))
-        return report(_outcomes[-1])
-    except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
-        complaint = explain(error, sys.argv[1:])
-        if complaint is None:
-            raise
-        _outcomes.append(Outcome("failed", complaint, run.REFUSED))
-        return report(_outcomes[-1])
+    with interrupt.ignored():  # once a job or the sweep was interrupted, that is told
+        try:
+            with interrupt.raising():
+                _check_start()
+                sys.argv[1:] = arranged(sys.argv[1:])
+                hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(_job)()
+        except KeyboardInterrupt as error:
+            _outcomes.append(run.outcome_of(error))
+            return report(_outcomes[-1])
+        except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
+            complaint = explain(error, sys.argv[1:])
+            if complaint is None:
+                raise
+            _outcomes.append(Outcome("failed", complaint, run.REFUSED))
+            return report(_outcomes[-1])
     return max((outcome.exit_code for outcome in _outcomes), default=0)
 
 

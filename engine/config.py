@@ -241,8 +241,8 @@ def _check_files(settings: Settings) -> None:
     needed = FILES + FILES_PER_WORKER * (settings.world if settings.launch == "processes" else 0)
     if settings.mode == "train" and open_files() < needed:
         raise ValueError(
-            f"this process may open {open_files()} files, and a run of {settings.world} ranks needs {needed}: raise the "
-            f"limit (ulimit -n {max(1024, 2 * needed)}), or lower pipeline.ranks or data_parallel.replicas"
+            f"this process may open {open_files()} files, and a run of {settings.world} ranks needs {needed}: raise "
+            f"the limit (ulimit -n {max(1024, 2 * needed)}), or lower pipeline.ranks or data_parallel.replicas"
         )
 
 

@@ -38,6 +38,16 @@ def test_plan_does_not_import_torch(tmp_path: Path) -> None:
     assert process.returncode == 0, err
 
 
+@pytest.mark.parametrize("cost", ["1e308", "1e400", "nan", "-1"])
+def test_plan_refuses_costs_that_cannot_be_added(cost: str, engine: Engine) -> None:
+    said = engine("mode=plan", f"plan.costs.forward={cost}")
+    assert said.code == run.REFUSED and "plan.costs.forward" in said.err and said.err.count("\n") == 1, said.err
+
+
+def test_plan_draws_costs_however_far_apart(engine: Engine) -> None:
+    assert engine("mode=plan", "plan.costs.forward=[1e-320,1e15]").code == 0
+
+
 def test_plan_takes_costs(engine: Engine) -> None:
     said = engine(
         "mode=plan", "plan.costs.forward=[1,3]", "plan.costs.input_backward=0", "plan.costs.weight_backward=0"
@@ -66,6 +76,14 @@ WRONG = {
     "data_parallel.replicas=64": ["64 replica", "at least 256"],
     "train.steps=0": ["train.steps=0", "at least 1"],
     "timeout_s=0": ["timeout_s=0", "above 0"],
+    "timeout_s=1e400": ["timeout_s=inf", "finite"],
+    "pipeline.ranks=-0": ["pipeline.ranks=0", "at least 1"],
+    "pipeline.ranks=1e9": ["pipeline.ranks=1000000000.0", "whole number"],
+    "pipeline.microbatches=1000000000": ["pipeline.microbatches=1000000000", "at most 16,777,216"],
+    "+schedule.chunks=1000000000": ["schedule.chunks=1000000000", "at most 16,777,216"],
+    "+schedule.waves=1000000000": ["schedule.waves=1000000000", "at most 16,777,216"],
+    "data.workers=100000": ["data.workers=100000", "at most 256"],
+    "train.stop_on_nan=perhaps": ["train.stop_on_nan=perhaps", "true or false"],
     "device=gpu": ["device=gpu", "cuda"],
     "recompute=full": ["recompute=full", "not part of the engine yet"],
     "precision=fp16": ["precision=fp16", "not part of the engine yet", "bf16"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -25,7 +26,7 @@ engine = command.engine  # a fixture
 GONE_S = 15.0  # the promise for everything a failed run has started
 
 USER_CODE = '''
-import multiprocessing, os, pathlib, signal, time
+import multiprocessing, os, pathlib, shutil, signal, time
 import torch
 from torch import nn
 
@@ -48,6 +49,8 @@ class Second(nn.Module):
                 raise ArithmeticError("the user's own mistake")
             if self.calls == 2:
                 self.freeze("freeze in micro-batch 2")
+            if self.what == "delete":
+                shutil.rmtree("runs", ignore_errors=True)
             if self.what == "sleep":
                 time.sleep(60)
             self.calls += 1
@@ -165,7 +168,7 @@ def test_an_exception_is_the_last_thing_said(launch: str, loaders: int, hurt: Ru
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT, signal.SIGSEGV])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGSEGV])
 def test_a_killed_worker_is_named(signum: signal.Signals, hurt: Run) -> None:
     hurt.start("model.what=sleep")
     os.kill(hurt.pid_of_second(), signum)
@@ -198,14 +201,44 @@ def test_a_frozen_worker_is_named(when: str, hurt: Run) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_leaves_a_summary_and_no_process(signum: int, code: int, hurt: Run) -> None:
+@pytest.mark.parametrize(
+    ("signum", "code", "times"), [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 1), (signal.SIGHUP, 129, 1)]
+)
+def test_an_interrupted_run_leaves_a_summary_and_no_process(signum: int, code: int, times: int, hurt: Run) -> None:
+    """Also one whose user was impatient."""
     hurt.start("model.what=sleep", "data.workers=1")
     hurt.pid_of_second()
-    hurt.process.send_signal(signum)
+    for _ in range(times):
+        hurt.process.send_signal(signum)
+        time.sleep(0.05)
     ended, _, err = hurt.end()
     assert ended == code and err == f"interrupted by {signal.Signals(signum).name}\n", err
     assert hurt.summary["status"] == "interrupted"
+    hurt.assert_gone()
+
+
+@pytest.mark.process
+def test_a_killed_fork_server_ends_the_run(hurt: Run) -> None:
+    hurt.start("model.what=sleep")
+    hurt.pid_of_second()
+    os.kill(next(pid for pid, command in hurt.left().items() if "from multiprocessing.forkserver" in command), 9)
+    code, _, err = hurt.end()
+    hurt.assert_gone()
+    assert code == 1 and last_line(err).startswith("error: rank ") and "Traceback" not in err, err
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("interrupts", "code"), [(False, 1), (True, 143)])
+def test_a_deleted_run_folder_ends_the_run_in_one_line(interrupts: bool, code: int, hurt: Run) -> None:
+    """Deleted in the middle of a run, which is then ended, or meets it by itself."""
+    hurt.start(f"model.what={'sleep' if interrupts else 'delete'}")
+    if interrupts:
+        hurt.pid_of_second()
+        shutil.rmtree(hurt.folder / "runs")
+        hurt.process.terminate()
+    ended, _, err = hurt.end()
+    assert ended == code and "cannot be written into the folder" in err and err.count("\n") == 1, err
+    assert err.startswith("interrupted by SIGTERM; " if interrupts else "error: ")
     hurt.assert_gone()
 
 

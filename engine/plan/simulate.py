@@ -6,7 +6,6 @@ receiver time, not its sender: it arrives `transfer` after the action that made 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -71,7 +70,9 @@ def _numbers(key: str, value: Any, stages: int, ranks: int) -> Floats:
     for number in numbers:
         real = isinstance(number, (int, float, np.integer, np.floating)) and not isinstance(number, bool)
         if not real or not 0 <= number <= MOST_COST:
-            raise ValueError(f"plan.costs.{key}={value!r}: {number!r} is not a number of 0 or more, at most {MOST_COST:.0e}")
+            raise ValueError(
+                f"plan.costs.{key}={value!r}: {number!r} is not a number of 0 or more, at most {MOST_COST:.0e}"
+            )
     return np.repeat(np.array(numbers, dtype=np.float64), stages // len(numbers))
 
 

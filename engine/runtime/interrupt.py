@@ -40,12 +40,19 @@ def waking(wake: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def ignored() -> Iterator[None]:
-    with _handlers(signal.SIG_IGN):
+    with _handlers(lambda signum, _: None):
         yield
 
 
+def ignore() -> None:
+    """From now on, to the end of the process: what there was to end has ended."""
+    if threading.current_thread() is threading.main_thread():
+        for signum in SIGNALS:
+            signal.signal(signum, signal.SIG_IGN)
+
+
 @contextmanager
-def _handlers(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
+def _handlers(handler: Callable[[int, FrameType | None], Any]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
