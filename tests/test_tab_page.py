@@ -279,6 +279,14 @@ def test_looking_for_new_steps_leaves_what_is_shown_alone(page: Page) -> None:
     assert page.value("before.map((element) => element.isConnected)") == [True] * 4
 
 
+def test_a_run_that_is_deleted_stays_on_the_screen(page: Page) -> None:
+    page.value(
+        "(() => { const before = pipeline.runs; pipeline.runs = []; return pipeline.panels[0].renew(before) })()"
+    )
+    assert text(page, ".which") == "no traced step"
+    assert "1f1b · 4 ranks" in text(page, ".facts")
+
+
 def step_of(spans: str, **changes: str) -> str:
     """A step as JavaScript makes it of a document that nobody would write: one rank, 5 ns."""
     parts = {

@@ -72,7 +72,7 @@ export class Panel {
     if (!this.run) return;
     const known = before.find(({ name }) => name === this.run)?.steps ?? [];
     if (this.steps.length === known.length) return;
-    if (this.index === known.length - 1) await this.show(this.steps.length - 1);
+    if (this.steps.length && this.index === known.length - 1) await this.show(this.steps.length - 1);
     else this.drawHead();
   }
 
