@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
-from benchmarks import layers, scale, schedules
+from benchmarks import layers, scale, schedules, tracing, waterfall
 from benchmarks.cases import CASES, FIELD, GROUPS, Case
 from benchmarks.figures import Run, compare, critical_path, share, step_time, table
 from benchmarks.sides import medians, trace_durations
@@ -156,3 +156,17 @@ def test_cases_leave_steps_to_measure(case: Case) -> None:
 
 def test_names_of_cases_tell_them_apart() -> None:
     assert len(CASES) == sum(map(len, (*GROUPS.values(), *FIELD.values())))
+
+
+def test_a_bar_is_judged_by_what_was_put_in() -> None:
+    slow, usual = waterfall.CASES["stage"], dict.fromkeys(waterfall.BARS, 100.0)
+    assert waterfall.makespan([1] * 4) == 11 * 30 and slow.amount == pytest.approx((6 + 7 * 3 - 11 * 1.5) * 30)
+    grown = {bar: 100.0 + slow.others.get(bar, 0) for bar in waterfall.BARS}
+    said = waterfall.judged(slow, usual, grown | {"imbalance": 100 + 0.95 * slow.amount})
+    assert all(said["within"].values())
+    said = waterfall.judged(slow, usual, grown | {"imbalance": 100 + 0.8 * slow.amount, "data": 150.0})
+    assert [bar for bar, within in said["within"].items() if not within] == ["imbalance", "data"]
+
+
+def test_recording_an_action_is_measured_with_and_without() -> None:
+    assert tracing.per_action_ns(True) > tracing.per_action_ns(False) > 0
