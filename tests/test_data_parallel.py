@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+
+from benchmarks import drawbacks
+from benchmarks.layers import whole
 from engine.collectives.data_parallel import DataParallel
 
 CPU = torch.device("cpu")
@@ -97,3 +103,18 @@ def test_an_error_in_a_thread_is_raised() -> None:
         parallel.step(x[:, :5], y, mean)
     with pytest.raises(ValueError, match="at least one device"):
         DataParallel(model(), [])
+
+
+def test_the_benchmark_measures_each_drawback() -> None:
+    case = drawbacks.case_of("mlp", 2)
+    one = drawbacks.in_one_process(case, 2)
+    rows, features = 256, 512
+    assert one["batch_copied_bytes"] == 4 * rows // 2 * (features + 10)  # the inputs, the gradient of ten outputs
+    assert one["outputs_copied_bytes"] == 4 * rows // 2 * 10
+    assert one["threads_started"] == 4
+    assert one["weights_copied_bytes"] == sum(p.nbytes for p in whole(case.job).parameters())
+    assert 0 < one["busy_least_over_most"] <= 1 and 0 < one["reduction_exposed_s"] < one["step_s"]
+    lines = drawbacks.table("mlp", one, one).splitlines()
+    assert len(lines) == 1 + len(one)
+    assert lines[1].split()[:2] == ["step", "ms"]
+    assert lines[-1].strip().startswith("busy least over most")

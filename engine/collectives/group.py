@@ -21,7 +21,7 @@ from engine.runtime.transport import Edge, Transport
 
 
 class Group:
-    """Every member has a channel to every other one. `algorithm` is the all-reduce.
+    """Every member has a channel to every other one. `algorithm` is the all-reduce. One call at a time.
 
     `checked=False` leaves out the comparison of calls, for callers that have agreed in another way.
     """

@@ -40,7 +40,6 @@ def case_of(model: str, replicas: int) -> Case:
 
 def in_one_process(case: Case, replicas: int) -> dict[str, Any]:
     """DataParallel on the CPU, as many times as there are replicas."""
-    torch.set_num_threads(1)
     parallel = DataParallel(whole(case.job), [torch.device("cpu")] * replicas)
     optimizer, criterion = optimizer_of(case.job, parallel.module), mean_loss(case.job)
     inputs, targets = batch_of(case.job)
@@ -90,7 +89,7 @@ def table(model: str, one: dict[str, Any], many: dict[str, Any]) -> str:
     for what in one:
         unit = 1e3 if what.endswith("_s") else 1e-6 if what.endswith("_bytes") else 1
         name = what.removesuffix("_s") + " ms" if unit == 1e3 else what.removesuffix("_bytes") + " MB"
-        lines.append([name if unit != 1 else what, *(f"{side[what] * unit:.3g}" for side in (one, many))])
+        lines.append([name if unit != 1 else what, *(f"{side[what] * unit:.4g}" for side in (one, many))])
     return aligned([[cell.replace("_", " ") for cell in line] for line in lines])
 
 
@@ -104,6 +103,7 @@ def main(arguments: Sequence[str]) -> None:
         parser.error(f"no model {', '.join(unknown)}; there are {', '.join(MODELS)}")
     if given.replicas < 2:
         parser.error(f"--replicas {given.replicas}: at least 2")
+    torch.set_num_threads(1)
     results = {}
     for model in given.models or MODELS:
         case = case_of(model, given.replicas)
