@@ -1,4 +1,4 @@
-"""shard_optimizer=true: the numbers of the run without it, at 1/R of the optimizer's memory and the same bytes."""
+"""The optimizer divided over replicas, or on a server: the numbers of the run without that, at the published cost."""
 
 from __future__ import annotations
 
@@ -64,6 +64,38 @@ def test_two_copies_of_a_stage_share_its_optimizer(schedule: str) -> None:
     same(*both(wanted), bitwise=False)
 
 
+@pytest.mark.parametrize("name", ["parameter_server", "sharded_parameter_server"])
+@pytest.mark.parametrize(("schedule", "replicas"), [("1f1b", 2), ("gpipe", 3), ("zb_h1", 2)])
+def test_servers_train_as_an_all_reduce_does(schedule: str, replicas: int, name: str) -> None:
+    wanted = settings(schedule, 2, 4, replicas=replicas, model=MLP, optimizer=ADAM, eval=Eval(every=2))
+    served = run_threads(replace(wanted, allreduce=AllReduce(name, bucket_bytes=2000)))
+    same(served, run_threads(wanted), bitwise=replicas == 2)
+
+
+def test_a_server_updates_whole_parameters() -> None:
+    """So any optimizer will do; one that looks at rows and columns, say."""
+    adafactor = {"_target_": "torch.optim.Adafactor", "lr": 0.1}
+    wanted = settings("1f1b", 2, 4, replicas=2, model=MLP, optimizer=adafactor)
+    same(run_threads(replace(wanted, allreduce=AllReduce("parameter_server"))), run_threads(wanted), bitwise=True)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_a_server_has_all_of_the_state_and_most_of_the_traffic(replicas: int) -> None:
+    """A worker sends its gradients, the server the parameters to each worker: n and (N-1) n per step."""
+    wanted = settings("1f1b", 1, 2, replicas=replicas, steps=2, model=MLP, optimizer=ADAM)
+    ran = run_threads(replace(wanted, allreduce=AllReduce("parameter_server")))
+    optimizers = [ran.workers[rank].update.optimizer for rank in range(replicas)]
+    assert optimizers[0] is not None and len(optimizers[0].state) == 32 and optimizers[1:] == [None] * (replicas - 1)
+    sent = [r.meta["reduce_bytes_sent"] for rank in range(replicas) for r in ran.of("step")
+            if r.meta["step"] == 1 and r.meta["rank"] == rank]  # fmt: skip
+    (bucket,) = ran.workers[0].reducers[0].buckets
+    head, body = bucket.head * 8, (bucket.elements - bucket.head) * 8
+    heads = 2 * (replicas - 1) * head  # all-reduced along a ring
+    assert sum(sent) == heads + 2 * (replicas - 1) * body
+    assert sent[0] - (replicas - 1) * body == pytest.approx(heads / replicas, abs=16)
+    assert all(one - body == pytest.approx(heads / replicas, abs=16) for one in sent[1:])
+
+
 def test_it_is_one_process_after_all() -> None:
     wanted = settings("1f1b", 2, 4, replicas=2, model=MLP, optimizer=ADAM, clip_norm=0.05, shard_optimizer=True)
     expected, _ = plain(wanted, microbatched=True)
@@ -107,6 +139,9 @@ def test_what_cannot_be_sharded_is_refused() -> None:
         prepare(settings("1f1b", 2, 4, shard_optimizer=True), ".", ".")
     with pytest.raises(ValueError, match=r"schedule=pipedream_2bw keeps several versions"):
         prepare(settings("pipedream_2bw", 2, 4, replicas=2, shard_optimizer=True), ".", ".")
+    with pytest.raises(ValueError, match=r"allreduce=parameter_server contradict each other"):
+        server = AllReduce("parameter_server")
+        prepare(settings("1f1b", 2, 4, replicas=2, allreduce=server, shard_optimizer=True), ".", ".")
     adafactor = {"_target_": "torch.optim.Adafactor"}
     with pytest.raises(ValueError, match=r"shard_optimizer=true cannot divide torch.optim.Adafactor.*Adam, "):
         prepare(settings("1f1b", 2, 4, replicas=2, optimizer=adafactor, shard_optimizer=True), ".", ".")

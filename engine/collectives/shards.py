@@ -1,17 +1,15 @@
-"""The optimizer's work divided over replicas: each keeps the state of one shard of the parameters (ZeRO stage 1:
-Rajbhandari et al. 2020, SC, arXiv 1910.02054).
+"""The optimizer's work divided over members: each keeps the state only of what it updates (see `division`).
 
-    a bucket of N members     [ head | shard 0 | shard 1 | ... | shard N-1 ]     once for gradients, once for parameters
+    a bucket of N shards      [ head | shard 0 | shard 1 | ... | shard N-1 ]     once for gradients, once for parameters
 
-    REDUCE       reduce-scatter   everybody gets the sum of its own shard of the gradients
-    STEP         the optimizer    updates the own shard of the parameters, in place
-    gather()     all-gather       everybody gets everybody's shard; waited for by the stage's next forward
+    REDUCE       combine          a member gets the sum of the gradients that it owns
+    STEP         the optimizer    updates the parameters that it owns, in place
+    gather()     spread           everybody gets all parameters; waited for by the stage's next forward
 
-It sends what one all-reduce sends, 2(N-1)/N of the bucket, and the optimizer's state is 1/N on each member. What the
-optimizer is given are pieces: the parts of parameters that lie in this member's shards, flat. Its update must treat
-every element by itself; then each number is the one it would have been without shards.
+What the optimizer is given are pieces: parameters that this member owns, or the flat part of one that lies in its
+shard. An update that treats every element by itself gives each the number that it would have without shards.
 
-The parameters lie in one buffer per bucket, as the gradients do, so that nothing is copied to gather them.
+The parameters lie in one buffer per bucket, as the gradients do, so that nothing is copied to spread them.
 """
 
 from __future__ import annotations
@@ -25,9 +23,9 @@ from torch import Tensor, nn
 
 from engine.collectives.background import ReduceThread
 from engine.collectives.buckets import Reducer
+from engine.collectives.division import Division
 from engine.collectives.group import Group
 from engine.collectives.layout import Bucket, Named
-from engine.collectives.many_to_many import all_gather_into_tensor, reduce_scatter_tensor
 from engine.collectives.order import Order
 
 
@@ -38,21 +36,6 @@ class Piece(NamedTuple):
     parameter: nn.Parameter
 
 
-class Scatter:
-    """Combines a bucket: the sum over all members, each its own shard; of the head everybody has all."""
-
-    marks = 0
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self.shards = group.size
-
-    def __call__(self, number: int, bucket: Bucket, flat: Tensor) -> None:
-        self._group.collective.all_reduce(flat[: bucket.head])
-        data = flat[bucket.head :]
-        reduce_scatter_tensor(data.chunk(self.shards)[self._group.position], data, group=self._group)
-
-
 class ShardedReducer(Reducer):
     """A reducer after which each member has the gradients of its `pieces`, and no other; then `gather` and `gathered`.
 
@@ -61,10 +44,16 @@ class ShardedReducer(Reducer):
     """
 
     def __init__(
-        self, params: list[Named], group: Group, bucket_bytes: int, thread: ReduceThread, order: Order
+        self,
+        params: list[Named],
+        group: Group,
+        bucket_bytes: int,
+        thread: ReduceThread,
+        order: Order,
+        kind: type[Division],
     ) -> None:
-        super().__init__(params, group.collective, bucket_bytes, thread, order, Scatter(group))
-        self._group = group
+        self._division = kind(group)
+        super().__init__(params, group.collective, bucket_bytes, thread, order, self._division)
         self._values = [torch.zeros_like(flat) for flat in self._flats]
         numbers = {id(p): number for number, (_, p) in enumerate(self.named)}
         self._pieces = [
@@ -81,16 +70,18 @@ class ShardedReducer(Reducer):
     def _take(
         self, bucket: Bucket, grads: Tensor, values: Tensor, numbers: dict[int, int]
     ) -> list[tuple[int, Piece, Tensor]]:
-        """Move a bucket's parameters into `values`; of this member's shard: (place in the bucket, piece, gradient)."""
-        length = (bucket.elements - bucket.head) // self._group.size
-        first = bucket.head + self._group.position * length
+        """Move a bucket's parameters into `values`; of what this member owns (place in the bucket, piece, gradient)."""
+        first, last = (bucket.head + end for end in self._division.own(bucket.elements - bucket.head))
+        whole = bucket.views(grads)
         found = []
         for place, ((_, parameter), view) in enumerate(zip(bucket.named, bucket.views(values), strict=True)):
             view.copy_(parameter.detach())
             parameter.data = view
             offset = bucket.offsets[place]
-            begin, end = max(first, offset), min(first + length, offset + parameter.numel())
-            if begin < end:
+            begin, end = max(first, offset), min(last, offset + parameter.numel())
+            if end - begin == parameter.numel() and not self._division.elementwise:
+                found.append((place, Piece(numbers[id(parameter)], nn.Parameter(view)), whole[place]))
+            elif begin < end:
                 piece = Piece(numbers[id(parameter)], nn.Parameter(values[begin:end]))
                 found.append((place, piece, grads[begin:end]))
         return found
@@ -123,9 +114,7 @@ class ShardedReducer(Reducer):
             if self._stream is not None and ready is not None:
                 self._stream.wait_event(ready)
             for bucket, values in zip(self.buckets, self._values, strict=True):
-                data = values[bucket.head :]
-                own = data.chunk(self._group.size)[self._group.position]
-                all_gather_into_tensor(data, own, group=self._group)
+                self._division.spread(values[bucket.head :])
             if self._stream is not None:
                 self._stream.synchronize()
         self.gather_span = (start, time.monotonic_ns())

@@ -21,6 +21,7 @@ from engine.job import Job
 from engine.plan.lowering import channels
 from engine.runtime.reduction import collective_of
 from engine.runtime.seeds import building
+from engine.runtime.sharding import division_of
 from engine.runtime.stage import Stage, StageLayer
 from engine.runtime.transport import Edge, Transport
 from engine.runtime.update import Norms, PieceNorms
@@ -86,7 +87,7 @@ def build_stages(job: Job, rank: int, device: torch.device) -> dict[int, Stage]:
 
 class Wiring:
     """Channels and groups of one rank. `sharing[s]`: all ranks that hold a copy of its stage s; `reduction[s]`: their
-    all-reduce. Only with `shard_optimizer` the group has a channel between any two."""
+    all-reduce. Only where the optimizer is divided the group has a channel between any two."""
 
     def __init__(self, job: Job, transport: Transport) -> None:
         self._transport = transport
@@ -96,7 +97,7 @@ class Wiring:
         owners = {s: job.placement.ranks_of(s) for s in range(job.placement.stages)}
         groups = {s: [r * job.ranks + o for r in range(job.replicas) for o in own] for s, own in owners.items()}
         kinds = {s: collective_of(job.settings, members) for s, members in groups.items()}
-        sharded = job.settings.shard_optimizer
+        sharded = division_of(job.settings) is not None
         wanted = {
             s: Group.edges(m, f"reduce{s}", kinds[s]) if sharded else kinds[s].edges(m, f"reduce{s}")
             for s, m in groups.items()
@@ -153,7 +154,7 @@ def norms_of(
     job: Job, stages: Mapping[int, Stage], pieces: Mapping[int, Sequence[Piece]], wiring: Wiring, device: torch.device
 ) -> Norms:
     """The norm of the whole model, seen from the rank that holds `stages`. It counts first copies only, or its own
-    `pieces` of each stage where the optimizer is sharded."""
+    `pieces` of each stage where the optimizer is divided."""
     before = [0]
     for layer in job.layers:
         before.append(before[-1] + layer.trainable)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.collectives import COLLECTIVES, Collective, Hierarchical
+from engine.collectives import COLLECTIVES, Collective, Hierarchical, Ring
 from engine.runtime.environment import ranks_per_host
 from engine.settings import Settings
 
@@ -29,7 +29,7 @@ def grouped(settings: Settings) -> Settings:
 
 def collective_of(settings: Settings, members: Sequence[int]) -> type[Collective]:
     """The all-reduce of a stage's copies, `members`: one or more per replica."""
-    kind = COLLECTIVES[settings.allreduce.name]
+    kind = COLLECTIVES.get(settings.allreduce.name, Ring)  # beside a parameter server: for flags and statistics
     if not issubclass(kind, Hierarchical):
         return kind
     per_replica = len(members) // settings.data_parallel.replicas

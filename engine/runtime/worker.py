@@ -36,6 +36,7 @@ from engine.runtime.feed import Count, Share, Shares
 from engine.runtime.links import Links
 from engine.runtime.losses import make_loss
 from engine.runtime.overlap import make_overlap
+from engine.runtime.sharding import division_of
 from engine.runtime.trace import tracer_for
 from engine.runtime.transport import Transport
 from engine.runtime.update import Update
@@ -103,10 +104,11 @@ class Worker:
         """In the order of their REDUCE actions: the last stage first."""
         nbytes, order, wiring = self.job.settings.allreduce.bucket_bytes, Order(), self.wiring
         reducers: dict[int, Reducer] = {}
+        division = division_of(self.job.settings)
         for s in sorted(self.stages, reverse=True):
             named, rest = self.stages[s].named_parameters(), (nbytes, self.reduce_thread, order)
-            if self.job.settings.shard_optimizer:
-                reducers[s] = ShardedReducer(named, wiring.sharing[s], *rest)
+            if division is not None:
+                reducers[s] = ShardedReducer(named, wiring.sharing[s], *rest, division)
             else:
                 reducers[s] = Reducer(named, wiring.reduction[s], *rest)
         return reducers
