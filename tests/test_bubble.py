@@ -351,12 +351,13 @@ def test_the_schedules_own_bubble_comes_with_figures() -> None:
 
 
 def with_span(of: recorded.Job, kind: Kind, lasts: int) -> Bubbles:
-    """A step with something long in front of it, on every rank. One rank: no bubble of its own."""
-    base = measured(of.compute, costs(of.compute), start=lasts)
-    kinds = (kind, Kind.REDUCE) if kind is Kind.WAIT_REDUCE else (kind,)
-    first = [Span(rank, each, 0, -1, 0, lasts) for rank in range(of.world) for each in kinds]
-    end = int(base.windows.max())
-    return result(of, Timeline.of([*base, *first], [[0, end]] * of.world, measured=True))
+    """A step with something long in front of it (a reduction: behind it), on every rank. One rank: no own bubble."""
+    behind = kind is Kind.WAIT_REDUCE
+    base = measured(of.compute, costs(of.compute), start=0 if behind else lasts)
+    end = int(base.windows.max()) + (lasts if behind else 0)
+    kinds, start = ((kind, Kind.REDUCE), end - lasts) if behind else ((kind,), 0)
+    long = [Span(rank, each, 0, -1, start, start + lasts) for rank in range(of.world) for each in kinds]
+    return result(of, Timeline.of([*base, *long], [[0, end]] * of.world, measured=True))
 
 
 @pytest.mark.parametrize(

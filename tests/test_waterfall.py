@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import recorded
 from hypothesis import given
 from hypothesis import strategies as st
 from virtual import MS, Virtual, last_step
@@ -14,7 +15,8 @@ from engine.plan.actions import Op, Program
 from engine.plan.schedules import build
 from engine.plan.simulate import Costs, figures, simulate
 from engine.plan.timeline import Kind, Timeline
-from engine.report.measure import repeated
+from engine.report.cause import _SENTENCES
+from engine.report.measure import Measure, repeated
 from engine.report.waterfall import BARS, MOST_COMPUTATIONS, Waterfall, Waterfalls
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "chimera")
@@ -159,6 +161,39 @@ def test_a_reduction_behind_the_computation_costs_nothing() -> None:
     """Stage 3 is complete long before stage 0: what is reduced meanwhile is hidden."""
     hidden = bars(GPIPE, 2, reduce=lambda stage: 10 * MS if stage == 3 else 0)
     assert hidden["reduce"] == 0
+
+
+def test_of_several_buckets_only_what_the_last_backward_leaves_over_counts() -> None:
+    """The first bucket of stage 0 is reduced while its last backward still runs."""
+    timeline = last_step(GPIPE, 2, reduce=lambda stage: 10 * MS if stage == 0 else 0)
+    spans = []
+    for span in timeline:
+        if span.kind == Kind.REDUCE and span.stage == 0:
+            spans += [span._replace(start=span.start - 3 * MS, end=span.start - MS), span]
+        else:
+            spans.append(span)
+    several = of(Timeline.of(spans, timeline.windows.tolist(), measured=True), GPIPE, 2)
+    assert several == of(timeline, GPIPE, 2) and several["reduce"] == 10 * MS
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("a stage three times as slow", "stage 1 takes 3.0 times"),
+        ("a slow replica", "Replica 1 is slower than the others"),
+        ("a slow link", "the slowest those between stages 1 and 2"),
+        ("a slow reduction", "Waiting for other replicas (allreduce=ring)"),
+        ("one late micro-batch", "2F3, by 20.0 ms on average"),
+        ("a slow loader", "Waiting for data"),
+    ],
+)
+def test_the_report_names_what_was_made_slow(what: str, said: str) -> None:
+    job = recorded.job("gpipe", 4, 8, 2)
+    measure = Measure(job)
+    measure.add(last_step(job.compute, 2, **INJECTED[what][0]))
+    bubbles = measure.result()
+    assert bubbles is not None
+    assert said in _SENTENCES[INJECTED[what][1]](job, bubbles, "so much")
 
 
 # ---- what has none -----------------------------------------------------------------------------------------------

@@ -131,6 +131,14 @@ def _transfer(job: Job, bubbles: Bubbles, share: str) -> str:
 
 
 def _reduce(job: Job, bubbles: Bubbles, share: str) -> str:
+    found = bubbles.waterfall
+    if found is not None and 2 * found.waiting > found.bars["reduce"] and len(found.alone) > 1:
+        slowest, fastest = max(found.alone), min(found.alone)
+        return (
+            f"Replica {found.alone.index(slowest)} is slower than the others, which wait for it: that costs {share} "
+            f"(by itself its pipeline takes {milliseconds(slowest)} a step, the fastest {milliseconds(fastest)}); see "
+            "what else runs where it does"
+        )
     whom = "other replicas" if job.placement.copies == 1 else "other copies of a stage"
     return (
         f"Waiting for {whom} (allreduce={job.settings.allreduce.name}) costs {share}; "

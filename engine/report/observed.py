@@ -52,7 +52,7 @@ def observe(timeline: Timeline, program: Program, passes: int = 1) -> Observed |
         duration=durations(timeline)[order].reshape(replicas, -1),
         delay=_delays(timeline, program.ranks, order).reshape(replicas, -1),
         loaded=_loaded(timeline),
-        reduce=_together(timeline, Kind.REDUCE, timeline.stage, program.stages),
+        reduce=_reductions(timeline, program.stages),
         count=_counting(timeline),
         norm=_together(timeline, Kind.WAIT_NORM, timeline.rank // program.ranks, replicas),
         step=_summed(timeline, Kind.STEP),
@@ -113,6 +113,24 @@ def _loaded(timeline: Timeline) -> Ints:
     table = np.zeros((timeline.ranks, 2), dtype=np.int64)
     np.add.at(table, (timeline.rank[loads], within), (timeline.end - timeline.start)[loads])
     return table
+
+
+def _reductions(timeline: Timeline, stages: int) -> Ints:
+    """[stages]: from when a stage was complete on all its ranks, and its reduction begun, to the end of that.
+
+    A stage may be reduced in several buckets, the first of them before its last backward has ended.
+    """
+    lasted = np.zeros(stages, dtype=np.int64)
+    for stage in np.unique(timeline.stage[timeline.kind == Kind.REDUCE]).tolist():
+        reduced = (timeline.stage == stage) & (timeline.kind == Kind.REDUCE)
+        complete = (timeline.stage == stage) & np.isin(timeline.kind, (Kind.B, Kind.W))
+        begun = []
+        for rank in np.unique(timeline.rank[reduced]):
+            here = timeline.rank == rank
+            first = int(timeline.start[reduced & here].min())
+            begun.append(max(first, int(timeline.end[complete & here].max(initial=first))))
+        lasted[stage] = max(0, int(timeline.end[reduced].max()) - max(begun))
+    return lasted
 
 
 def _together(timeline: Timeline, kind: Kind, group: npt.NDArray[np.int32], groups: int) -> Ints:
