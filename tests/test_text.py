@@ -1,12 +1,11 @@
 """Programs as text: what we write, torch.distributed.pipelining reads, and the other way round."""
 
 import re
-from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from program_strategies import EVERY, PLAIN, executed, scheduled
+from program_strategies import EVERY, executed, scheduled
 from torch.distributed.pipelining import schedules as peer
 
 from engine.plan.actions import Action, Op, Placement, Program
@@ -14,10 +13,10 @@ from engine.plan.features import SPLIT, features
 from engine.plan.grid import grid
 from engine.plan.lowering import lower
 from engine.plan.schedules import SCHEDULES, build
-from engine.plan.simulate import Costs, compute_only, simulate
+from engine.plan.simulate import Costs, simulate
 from engine.plan.text import cells, from_csv, parse_action, parse_cell, to_csv
 from engine.plan.timeline import Kind, Span, Timeline
-from engine.plan.verify import InvalidProgram, verify
+from engine.plan.verify import verify
 
 with_microbatch = st.sampled_from([op for op in Op if op is not Op.REDUCE])
 actions = st.one_of(
@@ -131,70 +130,6 @@ def test_exports_for_torch_leave_out_what_torch_has_not():
     both = from_csv("0F0,1F1\n1F0,0F1\n", placement)
     with pytest.raises(ValueError, match="keeps 2 copies of each stage"):
         to_csv(both, for_torch=True)
-
-
-# --- the real classes of torch -------------------------------------------------------------------
-
-
-def stage(index: int, stages: int, ranks: int, rank: int) -> MagicMock:
-    """A stand-in for what torch's schedules ask of a stage before they run."""
-    return MagicMock(stage_index=index, num_stages=stages, group_size=ranks, group_rank=rank)
-
-
-def theirs(cls: type, ranks: int, chunks: int, microbatches: int):
-    stages = [stage(c * ranks, ranks * chunks, ranks, 0) for c in range(chunks)]
-    return cls(stages, microbatches, scale_grads=False) if chunks > 1 else cls(stages[0], microbatches)
-
-
-@pytest.mark.parametrize(
-    ("name", "chunks"),
-    [
-        ("ScheduleInterleaved1F1B", 2),
-        ("ScheduleLoopedBFS", 2),
-        ("ScheduleInterleavedZeroBubble", 2),
-        ("ScheduleZBVZeroBubble", 2),
-        ("ScheduleDualPipeV", 2),
-    ],
-)
-def test_programs_that_torch_writes_load_here(name, chunks, tmp_path):
-    """Compute-only and with torch's own communication: complete, ordered, matched and free of deadlock here too."""
-    schedule = theirs(getattr(peer, name), 2, chunks, 8)
-    path = tmp_path / "program.csv"
-    for kind in ("compute_only", "compute_comms"):
-        schedule._dump_csv(path, kind)
-        program = from_csv(path.read_text(), name=name)
-        ascending = name != "ScheduleLoopedBFS"
-        verify(program, ascending)
-        assert (program.ranks, program.stages, program.microbatches) == (2, 4, 8)
-        verify(lower(compute_only(program), reduce=True, step=True), ascending)
-        if not ascending:
-            with pytest.raises(InvalidProgram, match="0B7 must come after 0B6"):
-                verify(program)
-
-
-@pytest.mark.parametrize(("ours", "name"), [("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")])
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 2), (4, 8), (3, 7)])
-def test_our_programs_are_those_of_torch(ours, name, ranks, microbatches):
-    order = theirs(getattr(peer, name), ranks, 1, microbatches)._get_pipeline_order()
-    mine = build(ours, ranks, microbatches)
-    for rank in range(ranks - (ours == "1f1b")):  # torch's plan of 1F1B names wrong forwards on the last rank
-        row = [str(a) for a in order[rank] if a is not None and a.is_compute_op]
-        assert cells(mine, rank) == row
-
-
-@pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.parametrize("lowered", [False, True])
-def test_our_programs_load_in_torch(name, lowered, tmp_path):
-    program = build(name, 3, 4)
-    program = lower(program, reduce=True, step=True) if lowered else program
-    path = tmp_path / "program.csv"
-    path.write_text(to_csv(program, for_torch=True))
-    schedule = peer._PipelineScheduleRuntime([stage(0, 3, 3, 0)], 4, scale_grads=False)
-    schedule._load_csv(path, "compute_comms" if lowered else "compute_only")
-    assert schedule.stage_index_to_group_rank == {0: 0, 1: 1, 2: 2}
-    order = schedule.pipeline_order_with_comms if lowered else schedule.pipeline_order
-    expected = [[c for c in cells(program, rank) if not c.endswith("STEP")] for rank in range(3)]
-    assert [[str(a) for a in order[rank]] for rank in range(3)] == expected
 
 
 # --- grids ---------------------------------------------------------------------------------------
