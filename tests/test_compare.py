@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import recorded
 from recorded import recorder, traced_run
 
+from engine.plan.choose import Choice
 from engine.report.compare import comparison, read_rows, write_comparison
 
 
@@ -93,8 +95,8 @@ def test_a_summary_that_is_not_one_does_not_stop_the_table(tmp_path: Path) -> No
 def test_planned_jobs_show_what_was_simulated(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir()
     summary = {"status": "completed", "mode": "plan", "schedule": "1f1b", "ranks": 2, "microbatches": 4, "replicas": 1}
-    figures = {"bubble_cost": 15, "makespan": 15, "bubble_fraction": 0.2, "bubble_rate": 0.2, "activations": 2}
-    plan = figures | {"transfers": 8, "copies": 1, "per_rank": [{"peak_in_flight": 2}, {"peak_in_flight": 1}]}
+    choice = asdict(Choice("1f1b", 15, 15, 0.2, 0.2, peak=2, transfers=8))
+    plan = {"bubble_fraction": 0.2, "choice": choice, "per_rank": [{"peak_in_flight": 2}, {"peak_in_flight": 1}]}
     (tmp_path / "0" / "summary.json").write_text(json.dumps(summary))
     (tmp_path / "0" / "plan.json").write_text(json.dumps(plan))
     assert column(write_comparison(tmp_path), "transfers") == ["8"]

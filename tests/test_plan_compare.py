@@ -112,3 +112,11 @@ def test_a_sweep_of_plans_ends_with_the_same_comparison(engine: Engine) -> None:
     ]  # fmt: skip
     assert "pipeline.microbatches must be at least 2 x ranks = 8" in table
     assert "keeps 8 activations, more than plan.memory_limit=7" in table
+
+
+def test_a_sweep_shows_asynchronous_plans_in_their_steady_state(engine: Engine) -> None:
+    """As `plan.compare` does: no bubble, and as many versions of the weights as there are ranks."""
+    said = engine("-m", *SIZES, "schedule=pipedream,1f1b")
+    lines = [line.split() for line in said.out[said.out.rindex("\nschedule ") + 1 :].splitlines()]
+    assert lines[1] == ["0", "pipedream", "24", "0.0000", "0.0000", "4", "48", "1", "4"]
+    assert lines[2][:3] == ["1", "1f1b", "33"]

@@ -19,7 +19,7 @@ from engine.plan.simulate import Costs, Figures, figures, simulate
 from engine.plan.steady import LongRun, long_run
 from engine.plan.verify import peak_kept, verify
 
-ALL = "all"  # among the names: every schedule that needs no file
+ALL = "all"  # among the names: every synchronous schedule that needs no file
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def compare(
     costs, and sizes below 1.
     """
     options = options or {}
-    wanted = dict.fromkeys(each for name in names for each in (_needing_no_file() if name == ALL else (name,)))
+    wanted = dict.fromkeys(each for name in names for each in (synchronous() if name == ALL else (name,)))
     choices = [_choice(name, ranks, microbatches, costs, memory_limit, options.get(name, {})) for name in wanted]
     return ranked(choices)
 
@@ -70,8 +70,10 @@ def ranked(choices: Iterable[Choice]) -> list[Choice]:
     return sorted(choices, key=lambda c: (c.refused is not None, round(c.cost, 9), c.peak, c.transfers, c.name))
 
 
-def _needing_no_file() -> list[str]:
-    return [name for name in offered_schedules() if "path" not in SCHEDULES[name].options]
+def synchronous() -> list[str]:
+    """What `all` stands for. An asynchronous schedule trains by other updates: it is a choice of its own, by name."""
+    infos = {name: SCHEDULES[name] for name in offered_schedules()}
+    return [name for name, info in infos.items() if "path" not in info.options and info.stream is None]
 
 
 def _choice(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ def plan_summary(
 
     `long` is given where the schedule is asynchronous: the bubble and the makespan are those of the window alone.
     """
-    chosen = choice_of(program, lowered, figures)
+    chosen = choice_of(program, lowered, figures, long)
     content: dict[str, Any] = {
         "schedule": program.name,
         "ranks": program.ranks,
@@ -52,6 +53,7 @@ def plan_summary(
             for rank, f in enumerate(figures.per_rank)
         ],
         "costs": _costs(costs),
+        "choice": asdict(chosen),  # a row of plan.compare
         "actions": len(program),
     }
     if program.placement.direction:
@@ -96,7 +98,7 @@ def plan_text(
     long: LongRun | None = None,
 ) -> str:
     """The plan for a terminal: the timeline drawn, a table per rank, the figures."""
-    chosen = choice_of(program, lowered, figures)
+    chosen = choice_of(program, lowered, figures, long)
     sizes = f"{program.ranks} ranks, {program.stages} stages, {program.microbatches} micro-batches"
     lines = [
         f"{program.name}: {sizes}, {len(program)} computations",

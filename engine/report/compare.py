@@ -22,7 +22,6 @@ from engine.report.tables import percent, table
 
 Row = Mapping[str, Any]
 
-PLANNED = ("bubble_cost", "makespan", "bubble_fraction", "bubble_rate", "activations", "transfers", "copies")
 _UNREADABLE = {"status": "failed", "error": "left no readable summary.json"}
 
 
@@ -58,7 +57,7 @@ def _read(folder: Path) -> Row:
     elif summary.get("mode") == "plan" and (plan := _json(folder / "plan.json")):
         peaks = [rank["peak_in_flight"] for rank in plan["per_rank"]]
         summary |= {"bubble": {"predicted": plan["bubble_fraction"]}, "peak_in_flight": peaks}
-        summary |= {"plan": {key: plan[key] for key in PLANNED}}
+        summary |= {"plan": plan["choice"]}
     return {"job": folder.name, "overrides": _overrides(folder)} | summary
 
 
@@ -109,8 +108,7 @@ def _planned(rows: Sequence[Row], overrides: Sequence[Sequence[str]]) -> str:
 def _choice(name: str, plan: Mapping[str, Any] | None, error: str | None) -> Choice:
     if plan is None or error:
         return Choice(name, refused=_first_line(error or ""))
-    cost, makespan, fraction, rate, activations, transfers, copies = (plan[key] for key in PLANNED)
-    return Choice(name, cost, makespan, fraction, rate, activations, transfers, copies)
+    return Choice(**{**plan, "name": name})
 
 
 def _line(row: Row, overrides: Sequence[str]) -> list[str]:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.job import Job
-from engine.plan.schedules import offered_schedules
+from engine.plan.choose import synchronous
 
 CONF = Path(__file__).parents[2] / "conf"
 
 
-SYNCHRONOUS = tuple(name for name in offered_schedules() if name != "csv" and not name.startswith("pipedream"))
+SYNCHRONOUS = tuple(synchronous())
 # Schedules that torch.distributed.pipelining has too, and its classes.
 THEIRS = {
     "gpipe": "ScheduleGPipe",
