@@ -55,10 +55,11 @@ class _Stage:
 def delayed(wanted: Settings) -> tuple[dict[str, Tensor], list[float]]:
     """Final state, and the loss of each update. R may be more than 1: a gradient is the sum over the replicas'."""
     job, dtype = prepare(wanted, ".", "."), DTYPES[wanted.precision]
-    modules = []
-    for number in range(len(job.layers)):
+    with building(wanted.seed, "model"):
+        factories, modules = model_layers(wanted.model), []
+    for number, (_, factory) in enumerate(factories):
         with building(wanted.seed, number):
-            modules.append(model_layers(wanted.model)[number][1]().to(dtype))
+            modules.append(factory().to(dtype))
     numbered, ends = list(enumerate(modules)), [*job.split[1:], len(modules)]
     stages = [_Stage(job, numbered[a:b]) for a, b in zip(job.split, ends, strict=True)]
     loss, data = make_loss(wanted.model["loss"]), dataset(wanted.data, evaluation=False)

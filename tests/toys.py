@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
 Layers = list[tuple[str, Callable[[], nn.Module]]]
@@ -198,3 +199,92 @@ def sharing(width: int = 8) -> Layers:
     """Two layers that are one."""
     linear = nn.Linear(width, width)
     return [("a", lambda: linear), ("tanh", nn.Tanh), ("b", lambda: linear)]
+
+
+class Again(nn.Module):
+    """A block that keeps nothing but its input: it is computed again in its backward."""
+
+    def __init__(self, block: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.block, self.reentrant = block, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.block, x, use_reentrant=self.reentrant)
+        return y
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.block.state_dict(*args, **kwargs)
+
+
+def checkpointed(width: int = 8, classes: int = 5, reentrant: bool = False) -> Layers:
+    """`mlp4`, its blocks recomputed; a reentrant checkpoint wants an input with a gradient, which the first lacks."""
+    first, *blocks, head = mlp4(width, classes)
+    return [first, *((name, lambda make=make: Again(make(), reentrant)) for name, make in blocks), head]
+
+
+class Recurrent(nn.Module):
+    """A GRU, which keeps a list of its weights besides its attributes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gru = nn.GRU(width, width, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.gru(x)[0]
+        return y
+
+
+def recurrent(width: int = 8, classes: int = 5) -> Layers:
+    return [
+        ("a", lambda: Recurrent(width)),
+        ("b", lambda: Recurrent(width)),
+        ("head", lambda: nn.Linear(width, classes)),
+    ]
+
+
+class TiedInside(nn.Module):
+    """One weight under two names."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(width, width), nn.Linear(width, width)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.a(x).tanh())
+        return y
+
+
+def tied_inside(width: int = 8, classes: int = 5) -> Layers:
+    return [
+        ("a", lambda: TiedInside(width)),
+        ("b", lambda: TiedInside(width)),
+        ("head", lambda: nn.Linear(width, classes)),
+    ]
+
+
+def _frozen(width: int) -> nn.Module:
+    block = Block(width, width, 0.0)
+    block.linear.weight.requires_grad_(False)
+    return block
+
+
+def partly_frozen(width: int = 8, classes: int = 5) -> Layers:
+    """Of the first two layers only the biases are trained."""
+    return [("a", lambda: _frozen(width)), ("b", lambda: _frozen(width)), ("head", lambda: nn.Linear(width, classes))]
+
+
+class Hiding(nn.Module):
+    """Reads its weight from a list of its own, not from the attribute."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.kept = [self.linear.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.kept[0].t() + self.linear.bias
+
+
+def hiding(width: int = 8, classes: int = 5) -> Layers:
+    return [("a", lambda: Hiding(width)), ("b", lambda: Hiding(width)), ("head", lambda: nn.Linear(width, classes))]

@@ -113,7 +113,9 @@ def _claims(timeline: Timeline, ranks: int) -> _Claims:
     start = np.clip(timeline.start, begin[rank], finish[rank])
     end = np.maximum(start, np.clip(timeline.end, begin[rank], finish[rank]))
     named = _CLASS[timeline.kind]
-    first, last = _compute_range(rank[named == _COMPUTE], start[named == _COMPUTE], end[named == _COMPUTE], windows)
+    computing = named == _COMPUTE  # of an update of an asynchronous schedule, also what came before it
+    first, last = _compute_range(rank[computing], timeline.start[computing], timeline.end[computing], windows)
+    last = np.clip(last, begin, finish)
 
     waits = np.flatnonzero(np.isin(timeline.kind, MESSAGE_WAITS))
     send = sends_of(timeline, ranks, MESSAGE_WAITS)[waits]

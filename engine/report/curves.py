@@ -31,6 +31,8 @@ def of_step(step: Step) -> dict[str, float | None]:
     for rank, (peak, peak_bytes) in enumerate(zip(step.peak_in_flight, step.peak_activation_bytes, strict=True)):
         values[f"memory/rank{rank}/peak_in_flight"] = peak
         values[f"memory/rank{rank}/peak_activation_bytes"] = peak_bytes
+    values |= {f"memory/rank{rank}/weight_versions": kept for rank, kept in enumerate(step.weight_versions or ())}
+    values |= {f"staleness/stage{stage}": updates for stage, updates in enumerate(step.staleness or ())}
     return values
 
 

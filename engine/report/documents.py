@@ -14,13 +14,14 @@ from engine.report.bubble import NAMES, Account
 from engine.report.clocks import Clocks
 from engine.report.gather import Step
 from engine.report.measure import Measure, fractions
+from engine.report.steady import SteadyMeasure
 from engine.report.steps import document
 
 
 class Documents:
     """Writes to `board`; `measure` has taken in a step before that is added here."""
 
-    def __init__(self, job: Job, board: Board, measure: Measure, clocks: Clocks) -> None:
+    def __init__(self, job: Job, board: Board, measure: Measure | SteadyMeasure, clocks: Clocks) -> None:
         self._job, self._board, self._measure, self._clocks = job, board, measure, clocks
         self._thinning = series.Thinning()
         self._left: tuple[Step, Account] | None = None  # the latest step, where it was not chosen

@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.job import Job
 from engine.plan.timeline import Timeline
-from engine.records import SPAN_COLUMNS, Record
+from engine.records import SPAN_COLUMNS, VERSION_COLUMNS, Record
 
 Meta = dict[str, Any]
 
@@ -38,6 +38,8 @@ class Step:
     bytes_sent_between_stages: list[int]
     reduce_bytes_sent: int  # the largest over all ranks
     timeline: Timeline | None  # None where the step was not traced
+    weight_versions: list[int] | None = None  # asynchronous schedules: the most kept so far on each rank
+    staleness: list[int] | None = None  # and by stage how many updates older than this one the weights were, at most
 
     @property
     def samples_per_second(self) -> float:
@@ -81,7 +83,21 @@ def _combine(job: Job, records: Sequence[Record]) -> Step:
         bytes_sent_between_stages=[sum(values) for values in by_rank("bytes_sent_between_stages")],
         reduce_bytes_sent=max(m["reduce_bytes_sent"] for m in metas),
         timeline=_timeline(records),
+        **_versions(job, records),
     )
+
+
+def _versions(job: Job, records: Sequence[Record]) -> dict[str, list[int]]:
+    """What the ranks of an asynchronous schedule say of the weights that they read."""
+    if not job.windows:
+        return {}
+    rows = np.concatenate([record.arrays["versions"].reshape(-1, VERSION_COLUMNS) for record in records])
+    stage, _, forward, backward = rows.T
+    assert (forward == backward).all(), "forward and backward of a micro-batch read one version"
+    staleness = np.zeros(job.placement.stages, dtype=np.int64)
+    np.maximum.at(staleness, stage, records[0].meta["step"] - forward)
+    kept = [max(r.meta["weight_versions"] for r in records[rank :: job.ranks]) for rank in range(job.ranks)]
+    return {"weight_versions": kept, "staleness": staleness.tolist()}
 
 
 def ratio(metas: Sequence[Meta], above: str, below: str) -> float | None:

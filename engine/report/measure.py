@@ -46,6 +46,8 @@ class Bubbles:
     predicted_step: float | None = None
     simulated: Timeline | None = None
     waterfall: Average | None = None
+    steady: bool = False  # of an asynchronous schedule: the steps are those of its steady state
+    with_transfer: float | None = None  # of an asynchronous schedule: predicted, messages taking `latency`
 
     @property
     def measured(self) -> float:
@@ -74,25 +76,21 @@ class Measure:
         self.program = repeated(job.compute, self._passes)
         self._microbatches = job.compute.microbatches
         self._stages = job.placement.stages
-        self._sums = _Sums.zero(job.world, self._stages, self._microbatches)
+        self._sums = Sums.zero(job.world, self._stages, self._microbatches)
         self._added = 0
         self._waterfalls, self._average = Waterfalls(self.program, job.replicas, self._passes), Average(job.replicas)
         self.waterfall: Waterfall | None = None  # of the last traced step, where it had all its micro-batches
         self.last: Timeline | None = None  # the last traced step
         self.last_whole: Timeline | None = None  # the last that had all its micro-batches
 
-    def add(self, timeline: Timeline) -> Account:
-        """Take in one traced step, the spans of all ranks."""
+    def add(self, timeline: Timeline, step: int = 0) -> Account:
+        """Take in one traced step, the spans of all ranks; which one it is does not matter."""
         found = account(timeline, self._ranks, self._stages)
         if self._added == 1:
-            self._sums = _Sums.zero(self._world, self._stages, self._microbatches)
+            self._sums = Sums.zero(self._world, self._stages, self._microbatches)
             self._average = Average(self._replicas)
         self._added += 1
-        self._sums.steps += 1
-        self._sums.table += found.table
-        self._sums.latency += found.latency
-        self._sums.messages += found.messages
-        self._sums.bubble += 1 - fractions(found.table)[:, NAMES.index("compute")]
+        self._sums.take(found)
         self.last = timeline
         self._add_costs(timeline)
         self.waterfall = self._waterfalls.of(timeline) if self.last_whole is timeline else None
@@ -118,14 +116,12 @@ class Measure:
         sums = self._sums
         if not sums.steps:
             return None
-        latency = sums.latency / np.maximum(1, sums.messages) * 1e-9
-        means = (sums.table / sums.steps * 1e-9, sums.bubble / sums.steps, latency)
+        means = sums.means()
         if not sums.count.any():
             return Bubbles(sums.steps, *means)
-        costs = sums.duration / np.maximum(1, sums.count) * 1e-9
-        equal = sums.duration.sum(axis=(1, 2)) / np.maximum(1, sums.count.sum(axis=(1, 2))) * 1e-9
+        costs, equal = sums.costs()
         simulated = self._simulate(costs)
-        ideal = figures(self.program, self._simulate(np.broadcast_to(equal[:, None, None], costs.shape)))
+        ideal = figures(self.program, self._simulate(equal))
         predicted = figures(self.program, simulated)
         return Bubbles(
             sums.steps, *means, costs, ideal.bubble_fraction, predicted.bubble_fraction,
@@ -137,7 +133,7 @@ class Measure:
 
 
 @dataclass
-class _Sums:
+class Sums:
     """Nanoseconds summed over steps, but for `bubble`: fractions."""
 
     table: npt.NDArray[np.int64]
@@ -149,13 +145,32 @@ class _Sums:
     steps: int = field(default=0)
 
     @classmethod
-    def zero(cls, world: int, stages: int, microbatches: int) -> _Sums:
+    def zero(cls, world: int, stages: int, microbatches: int) -> Sums:
         def zeros(*shape: int) -> npt.NDArray[np.int64]:
             return np.zeros(shape, dtype=np.int64)
 
         each = (len(COMPUTE), stages, microbatches)
         edges = (zeros(stages), zeros(stages))
         return cls(zeros(world, len(NAMES)), np.zeros(world), *edges, zeros(*each), zeros(*each))
+
+    def take(self, found: Account) -> None:
+        """Add the account of a step."""
+        self.steps += 1
+        self.table += found.table
+        self.latency += found.latency
+        self.messages += found.messages
+        self.bubble += 1 - fractions(found.table)[:, NAMES.index("compute")]
+
+    def means(self) -> tuple[Floats, Floats, Floats]:
+        """`seconds`, `per_rank` and `latency` of Bubbles."""
+        latency = self.latency / np.maximum(1, self.messages) * 1e-9
+        return self.table / self.steps * 1e-9, self.bubble / self.steps, latency
+
+    def costs(self) -> tuple[Floats, Floats]:
+        """`costs` of Bubbles, and the same with every kind of action at its mean over all stages."""
+        costs = self.duration / np.maximum(1, self.count) * 1e-9
+        equal = self.duration.sum(axis=(1, 2)) / np.maximum(1, self.count.sum(axis=(1, 2))) * 1e-9
+        return costs, np.broadcast_to(equal[:, None, None], costs.shape)
 
 
 def repeated(program: Program, passes: int) -> Program:

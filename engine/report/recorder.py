@@ -39,6 +39,7 @@ from engine.report.measure import Bubbles, Measure
 from engine.report.path import critical_path
 from engine.report.perfetto import write_trace
 from engine.report.progress import Progress
+from engine.report.steady import SteadyMeasure
 from engine.report.summary import Totals
 from engine.report.tables import percent
 from engine.report.text import CLOCKS, PATH, clocks_text, closing, path_text, report
@@ -65,7 +66,7 @@ class Recorder:
         self._board = Board(self.folder)
         self._progress = Progress(job, console or sys.stdout, progress)
         self._steps, self._evaluations = Steps(job), Evaluations(job)
-        self._totals, self._measure = Totals(job), Measure(job)
+        self._totals, self._measure = Totals(job), SteadyMeasure(job) if job.windows else Measure(job)
         self._clocks = Clocks(job.world, job.ranks)
         self._documents = Documents(job, self._board, self._measure, self._clocks)
         self._raw: Timeline | None = None  # the last traced step, each rank on its own clock
@@ -129,7 +130,7 @@ class Recorder:
         if step.timeline is not None:
             self._raw, step = step.timeline, replace(step, timeline=self._clocks.aligned(step.timeline))
             assert step.timeline is not None
-            account = self._measure.add(step.timeline)
+            account = self._measure.add(step.timeline, step.index)
             values |= curves.of_account(self.job, account) | curves.of_waterfall(self._measure.waterfall)
             self._board.histograms(curves.action_times(step.timeline), step.index)
             self._documents.add(step, account)

@@ -32,6 +32,7 @@ class Totals:
         self._peak_bytes = [0] * job.ranks
         self._sent = [0] * job.ranks
         self._reduced = 0
+        self._versions, self._staleness = [1] * job.ranks, [0] * job.placement.stages
 
     def add(self, step: Step) -> None:
         self.first_loss = step.loss if self.steps == 0 else self.first_loss
@@ -44,6 +45,8 @@ class Totals:
         self._peak_bytes = list(map(max, self._peak_bytes, step.peak_activation_bytes))
         self._sent = list(map(max, self._sent, step.bytes_sent_between_stages))
         self._reduced = max(self._reduced, step.reduce_bytes_sent)
+        self._versions = list(map(max, self._versions, step.weight_versions or self._versions))
+        self._staleness = list(map(max, self._staleness, step.staleness or self._staleness))
 
     def summary(
         self, status: str, error: str | None, bubbles: Bubbles | None, not_finite_since: int | None = None
@@ -78,6 +81,9 @@ class Totals:
                 "exposed": float(bubbles.seconds[:, NAMES.index("reduce")].mean()) if bubbles else None,
             },
             "bytes_sent_between_stages": self._sent,
+            "weight_versions": self._versions,
+            "staleness": self._staleness,
+            "asynchronous": _asynchronous(job, bubbles),
         }
 
     @staticmethod
@@ -91,6 +97,18 @@ def _waterfall(bubbles: Bubbles | None) -> dict[str, Any] | None:
         return None
     found = bubbles.waterfall
     return {"steps": found.steps, **found.bars, "measured": found.total, "replicas_alone": found.alone}
+
+
+def _asynchronous(job: Job, bubbles: Bubbles | None) -> dict[str, Any] | None:
+    """Null for a synchronous schedule. The bubbles are those of the steady state: `steady_updates` traced updates."""
+    if not job.windows:
+        return None
+    return {
+        "updates_between_drains": max(job.windows),
+        "microbatches_per_update": job.microbatches,
+        "steady_updates": bubbles.steps if bubbles and bubbles.steady else 0,
+        "predicted_with_transfer": bubbles.with_transfer if bubbles else None,
+    }
 
 
 def _bubble(job: Job, bubbles: Bubbles | None) -> dict[str, Any]:

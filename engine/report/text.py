@@ -114,6 +114,8 @@ def headline(summary: dict[str, Any]) -> str:
 def closing(job: Job, summary: dict[str, Any], bubbles: Bubbles | None, cause: str, run_dir: Path) -> str:
     """What the terminal shows at the end of a run that has completed a step. `cause`: the sentence of `diagnose`."""
     parts = [headline(summary)]
+    if summary["asynchronous"] is not None:
+        parts.append(asynchronous_text(summary))
     if bubbles is not None:
         parts += [
             f"Where a step went, mean over {bubbles.steps} traced steps, ms and share:",
@@ -145,6 +147,8 @@ def report(
     """The whole report: for report.txt, or in Markdown. `more`: heading -> words of further sections."""
     tabular = markdown if as_markdown else table
     sections = [("", headline(summary))]
+    if summary["asynchronous"] is not None:
+        sections.append(("Asynchronous", asynchronous_text(summary) + "\n\n" + tabular(_staleness_rows(summary))))
     if summary["evaluation"] is not None:
         sections.append(("Evaluation", tabular(_evaluation_rows(summary["evaluation"]))))
     if bubbles is None:
@@ -167,6 +171,28 @@ def _waterfall_text(bubbles: Bubbles, tabular: Callable[[Rows], str]) -> str:
     assert bubbles.waterfall is not None
     said = f"From perfect work to the measured step, mean over {bubbles.waterfall.steps} whole traced steps."
     return f"{said}\n\n{tabular(waterfall_rows(bubbles))}"
+
+
+def asynchronous_text(summary: dict[str, Any]) -> str:
+    """What must be known of such a run before its losses are compared with others."""
+    told = summary["asynchronous"]
+    steady, drains = told["steady_updates"], told["updates_between_drains"]
+    state = f"the bubbles are those of the steady state ({steady} traced updates, the first and last P left out)"
+    if not steady:
+        state = f"with at most {drains} updates between drains there is no steady state: fill and drain are included"
+    return (
+        "This is not the synchronous optimisation: gradients are computed with weights that are up to "
+        f"{max(summary['staleness'])} update(s) old, and results differ from those of other schedules. Of the time, "
+        f"{state}."
+    )
+
+
+def _staleness_rows(summary: dict[str, Any]) -> Rows:
+    """By stage, which here is the rank: how old the weights were that were read, and how many versions were kept."""
+    rows = [["stage", "updates behind", "versions kept"]]
+    for stage, numbers in enumerate(zip(summary["staleness"], summary["weight_versions"], strict=True)):
+        rows.append([str(stage), *map(str, numbers)])
+    return rows
 
 
 def _evaluation_rows(evaluation: dict[str, Any]) -> Rows:

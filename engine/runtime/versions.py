@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-VERSION_COLUMNS = 4  # stage, micro-batch, version in its forward, version in its backward
+from engine.records import VERSION_COLUMNS
 
 
 class _Holder(nn.Module):
@@ -98,13 +98,12 @@ class Versions:
         """The weights that a micro-batch in flight reads."""
         return list(self._leaves[self._forward[microbatch]].values())
 
-    @property
-    def live(self) -> list[int]:
-        """The versions in memory, ascending."""
-        return sorted(self._leaves)
+    def memory(self) -> list[Tensor]:
+        """The tensors of all versions in memory."""
+        return [leaf for leaves in self._leaves.values() for leaf in leaves.values()]
 
     def told(self) -> npt.NDArray[np.int64]:
-        """What each backward since the last call has read: [n, VERSION_COLUMNS]."""
+        """What each backward since the last call has read: the array `versions` of `engine.records`."""
         rows, self._log = self._log, []
         return np.array(rows, dtype=np.int64).reshape(-1, VERSION_COLUMNS)
 
