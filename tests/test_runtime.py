@@ -180,6 +180,20 @@ def test_fewer_samples_than_a_batch_train(samples: int, microbatches: int) -> No
     assert ran.losses() == pytest.approx(losses, rel=1e-12)
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_is_logged_depends_on_no_layout(schedule: str) -> None:
+    """Loss and gradient norm of every step are those of one process on the whole batch, ignored targets and all."""
+    layouts = [(1, 1, 1), (1, 8, 1), (4, 4, 1), (1, 1, 4), (2, 2, 2), (2, 3, 1)]  # ranks, micro-batches, replicas
+    logged = []
+    for ranks, microbatches, replicas in layouts:
+        ran = run_threads(settings(schedule, ranks, microbatches, replicas, clip_norm=0.5))
+        norms = {r.meta["step"]: r.meta["grad_norm"] for r in ran.of("step")}
+        logged.append((ran.losses(), [norms[step] for step in sorted(norms)]))
+    losses = plain(settings(clip_norm=0.5), microbatched=False)[1]
+    for found, norms in logged:
+        assert found == pytest.approx(losses, rel=1e-12) and norms == pytest.approx(logged[0][1], rel=1e-12)
+
+
 def test_reduced_bytes_do_not_depend_on_microbatches() -> None:
     """Gradients are reduced once a step, however many micro-batches they were added up over."""
     found = {}
