@@ -52,6 +52,16 @@ def test_hierarchical_groups_are_configurable() -> None:
         prepare(wanted, ".", ".")
 
 
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_hierarchical_counts_both_copies_of_a_stage_into_a_host(group_size: int) -> None:
+    """dualpipe keeps each stage twice: groups of replicas are twice as many members."""
+    wanted = settings("dualpipe", 2, 4, 2, allreduce=AllReduce("hierarchical", 300, group_size), steps=2)
+    ran = run_threads(wanted)
+    close(ran.state(), plain(wanted, microbatched=True)[0])
+    (sizes,) = {tuple(map(len, reduction.circles(4)[0])) for reduction in ran.workers[0].wiring.reduction.values()}
+    assert sizes == (2 * group_size,) * (2 // group_size)
+
+
 @pytest.mark.parametrize(
     ("per_host", "ranks", "replicas", "size"),
     [(8, 2, 4, 4), (4, 2, 4, 2), (2, 2, 4, 1), (1, 2, 4, 1), (6, 2, 4, 1), (3, 2, 6, 1), (4, 1, 8, 4), (4, 8, 4, 1)],
