@@ -13,6 +13,7 @@ from engine.plan.simulate import Costs, simulate
 from engine.plan.timeline import Kind, Span, Timeline
 from engine.report import draw, palette
 from engine.report.draw import Panel
+from engine.report.path import critical_path
 
 SKY, ORANGE, PURPLE, BLANK = (86, 180, 233), (230, 159, 0), (204, 121, 167), (246, 246, 246)
 
@@ -108,3 +109,21 @@ def test_ticks_are_round(least: float) -> None:
 def test_an_empty_timeline_is_a_picture() -> None:
     empty = Timeline.of([], [[0, 0]], measured=True)
     assert SKY not in colours(draw.draw([Panel("measured", empty, 1e-9, 1)]))
+
+
+def test_the_critical_path_is_a_line_from_rank_to_rank() -> None:
+    program = build("gpipe", 2, 2)
+    timeline = measured(program, costs(program, slow=1), transfer=MS)
+    ways = [critical_path(timeline, 2), []]
+    with_path, without = (np.asarray(draw.draw([Panel("", timeline, 1e-9, 2, way)])).astype(int) for way in ways)
+    drawn = (with_path != without[: len(with_path)]).any(axis=2)[50:110, 136:1384]
+    assert drawn[:30].any() and drawn[30:].any()
+    assert drawn.any(axis=0).mean() > 0.95  # it leaves no moment of the step out
+
+
+def test_how_well_a_clock_is_known_stands_beside_its_rank() -> None:
+    program = build("gpipe", 2, 2)
+    timeline = measured(program, costs(program))
+    known, unsure = (np.asarray(draw.draw([Panel("", timeline, 1e-9, 2, (), doubt)])) for doubt in ((0, 0), (0, MS)))
+    differ = (known != unsure).any(axis=2)
+    assert not differ[50:80].any() and differ[80:110, :136].any() and not differ[:, 136:].any()
