@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
-from benchmarks import layers, scale, schedules, tracing, waterfall
+import engine
+from benchmarks import data_parallel, data_parallel_worker, layers, scale, schedules, tracing, waterfall
 from benchmarks.cases import CASES, FIELD, GROUPS, Case
 from benchmarks.figures import Run, compare, critical_path, share, step_time, table
 from benchmarks.sides import medians, trace_durations
+from engine.config import CONF
 from engine.plan.schedules import build
 from models.sleep import Sleeper
 
@@ -170,3 +172,24 @@ def test_a_bar_is_judged_by_what_was_put_in() -> None:
 
 def test_recording_an_action_is_measured_with_and_without() -> None:
     assert tracing.per_action_ns(True) > tracing.per_action_ns(False) > 0
+
+
+def test_ways_of_data_parallelism_are_compared_with_none_and_with_ddp() -> None:
+    rows = {"gpt": {"none": [0.2, 0.1, 0.3], "ddp": [0.25], "ring": [0.24, 0.26]}}
+    lines = [line.split() for line in data_parallel.table(rows).splitlines()]
+    assert lines[1:] == [
+        ["gpt", "none", "200.0", "1.000", "0.800"],
+        ["gpt", "ddp", "250.0", "1.250", "1.000"],
+        ["gpt", "ring", "250.0", "1.250", "1.000"],
+    ]
+    choices = {path.stem for path in (CONF / "allreduce").glob("*.yaml")}
+    assert set(data_parallel.ENGINE) <= choices
+    assert "data_parallel.replicas=3" in data_parallel.case_of("gpt", 3, "tree").choices
+
+
+def test_a_plain_loop_of_the_benchmark_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(data_parallel.MODELS, "gpt", ("model=mlp", "data=digits", "train.global_batch_size=8"))
+    for way in ("none", "distributed_optimizer"):
+        ends = data_parallel_worker.train("gpt", way, 0, 1)
+        assert len(ends) == data_parallel.STEPS and ends == sorted(ends)
+    engine.shutdown()
