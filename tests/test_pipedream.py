@@ -8,18 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from command import engine_process
 from delayed import delayed, version_read
 from harness import ADAM, SGD, Ran, run_threads, settings
 from test_board import read
 from test_parity import close, equal
+from toys import Hiding
 
 from engine.config import check, from_plain
 from engine.plan.schedules import build
 from engine.plan.text import to_csv
 from engine.report.recorder import Recorder
 from engine.runtime.prepare import prepare
+from engine.runtime.versions import Versions
 from engine.runtime.window import Window
 from engine.runtime.worker import Worker
 from engine.settings import Eval, Settings
@@ -145,9 +149,13 @@ def test_layers_that_hold_weights_in_unusual_ways(target: str) -> None:
 
 def test_a_layer_that_hides_its_weights_is_refused() -> None:
     """It would read the newest weights in its forward, and be changed before its backward."""
-    model = {"_target_": "toys.hiding", "loss": {"_target_": "toys.TokenLoss"}}
+    layer = Hiding(4)
+    versions = Versions(0, [layer])
+    versions.begin(0, np.zeros(2, dtype=np.int64))
+    x = torch.ones(2, 4)
+    loss = versions.forward(0, lambda: layer(x).sum())
     with pytest.raises(RuntimeError, match=r"Hiding\.linear\.weight was read past its module's attributes"):
-        run_threads(asynchronous(PIPEDREAM, 3, model=model))
+        versions.backward(0, loss.backward)
 
 
 @pytest.mark.parametrize(("schedule", "kept"), [(PIPEDREAM, [4, 3, 2, 1]), (VERTICAL, [4] * 4), (TWO_BUFFERS, [2] * 4)])

@@ -284,7 +284,3 @@ class Hiding(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.kept[0].t() + self.linear.bias
-
-
-def hiding(width: int = 8, classes: int = 5) -> Layers:
-    return [("a", lambda: Hiding(width)), ("b", lambda: Hiding(width)), ("head", lambda: nn.Linear(width, classes))]
