@@ -58,9 +58,10 @@ def moment_by_moment(what: Timeline, ranks: int) -> np.ndarray:
         mine = [(i, clipped(s, begin, finish)) for i, s in enumerate(spans) if s.rank == rank]
         own = [(i, awaited(s, mine, spans, ranks)) for i, s in mine]
         own = [(i, s) for i, s in own if s.start < s.end]
-        busy = {t for _, s in own if s.kind in COMPUTE_KINDS for t in range(int(s.start), int(s.end))}
-        busy = {t for t in busy if begin <= t < finish}
-        first, last = (min(busy), max(busy)) if busy else (begin, begin - 1)
+        # An asynchronous update lists computations from before its window, too.
+        busy = [s for s in spans if s.rank == rank and s.kind in COMPUTE_KINDS and s.start < s.end]
+        first = min((int(s.start) for s in busy), default=begin)
+        last = max((int(s.end) for s in busy), default=begin) - 1
         for t in range(begin, finish):
             now = [(i, s) for i, s in own if s.start <= t < s.end]
             table[rank, NAMES.index(name_of(t, now, spans, ranks, first, last))] += 1

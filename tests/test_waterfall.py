@@ -15,7 +15,7 @@ from engine.plan.actions import Op, Program
 from engine.plan.schedules import build
 from engine.plan.simulate import Costs, figures, simulate
 from engine.plan.timeline import Kind, Timeline
-from engine.report.cause import _SENTENCES
+from engine.report.cause import _SENTENCES, diagnose
 from engine.report.measure import Measure, repeated
 from engine.report.waterfall import BARS, MOST_COMPUTATIONS, Waterfall, Waterfalls
 
@@ -180,7 +180,7 @@ def test_of_several_buckets_only_what_the_last_backward_leaves_over_counts() -> 
     ("what", "said"),
     [
         ("a stage three times as slow", "stage 1 takes 3.0 times"),
-        ("a slow replica", "Replica 1 is slower than the others"),
+        ("a slow replica", "replica 1 is slower than the others"),
         ("a slow link", "the slowest those between stages 1 and 2"),
         ("a slow reduction", "Waiting for other replicas (allreduce=ring)"),
         ("one late micro-batch", "2F3, by 20.0 ms on average"),
@@ -194,6 +194,15 @@ def test_the_report_names_what_was_made_slow(what: str, said: str) -> None:
     bubbles = measure.result()
     assert bubbles is not None
     assert said in _SENTENCES[INJECTED[what][1]](job, bubbles, "so much")
+
+
+def test_a_slow_replica_is_named_even_where_something_else_costs_more() -> None:
+    job = recorded.job("gpipe", 4, 8, 2)
+    for slower, named in ((1.15, True), (1.001, False)):
+        measure = Measure(job)
+        measure.add(last_step(job.compute, 2, action=costs(replica=1, slower=slower)))
+        said = diagnose(job, measure.result())
+        assert said.startswith("The schedule's own bubble") and ("; besides, replica 1 is slower" in said) is named
 
 
 # ---- what has none -----------------------------------------------------------------------------------------------

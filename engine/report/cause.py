@@ -26,7 +26,7 @@ WORTH_TRYING = 0.9  # a schedule's ideal bubble relative to the present one, at 
 
 
 def diagnose(job: Job, bubbles: Bubbles | None) -> str:
-    """The sentence. It names a slow stage even where something else weighs more."""
+    """The sentence. It names a slow stage, and a slow replica, even where something else weighs more."""
     if bubbles is None:
         return "No step was traced: set trace.every to 1 or more to see where the time goes."
     losses = causes(bubbles)
@@ -39,6 +39,9 @@ def diagnose(job: Job, bubbles: Bubbles | None) -> str:
         said = _SENTENCES[name](job, bubbles, f"{percent(losses[name] / step)} of the step")
     if slow is not None and name != "imbalance":
         said += f"; besides, {slow}"
+    behind = _slow_replica(bubbles)
+    if behind is not None and name != "reduce":
+        said += f"; besides, {behind}"
     return said + "."
 
 
@@ -65,6 +68,18 @@ def _slow_stage(bubbles: Bubbles) -> str | None:
     return (
         f"stage {slowest} takes {costs[slowest] / others if others else np.inf:.1f} times as long as the mean of the "
         f"other stages ({milliseconds(costs[slowest])} against {milliseconds(others)} per micro-batch)"
+    )
+
+
+def _slow_replica(bubbles: Bubbles) -> str | None:
+    """The slowest replica in words, where waiting for it is most of what reducing costs, and not next to nothing."""
+    found = bubbles.waterfall
+    if found is None or found.waiting <= max(found.bars["reduce"] / 2, NEGLIGIBLE * found.total):
+        return None
+    slowest, fastest = max(found.alone), min(found.alone)
+    return (
+        f"replica {found.alone.index(slowest)} is slower than the others (by itself its pipeline takes "
+        f"{milliseconds(slowest)} a step, the fastest {milliseconds(fastest)})"
     )
 
 
@@ -131,14 +146,9 @@ def _transfer(job: Job, bubbles: Bubbles, share: str) -> str:
 
 
 def _reduce(job: Job, bubbles: Bubbles, share: str) -> str:
-    found = bubbles.waterfall
-    if found is not None and 2 * found.waiting > found.bars["reduce"] and len(found.alone) > 1:
-        slowest, fastest = max(found.alone), min(found.alone)
-        return (
-            f"Replica {found.alone.index(slowest)} is slower than the others, which wait for it: that costs {share} "
-            f"(by itself its pipeline takes {milliseconds(slowest)} a step, the fastest {milliseconds(fastest)}); see "
-            "what else runs where it does"
-        )
+    slow = _slow_replica(bubbles)
+    if slow is not None:
+        return f"Replicas wait for each other, which costs {share}: {slow}; see what else runs where it does"
     whom = "other replicas" if job.placement.copies == 1 else "other copies of a stage"
     return (
         f"Waiting for {whom} (allreduce={job.settings.allreduce.name}) costs {share}; "
