@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
 import engine
-from benchmarks import data_parallel, data_parallel_worker, layers, scale, schedules, tracing, waterfall
+from benchmarks import data_parallel, data_parallel_worker, layers, pipedream, scale, schedules, tracing, waterfall
 from benchmarks.cases import CASES, FIELD, GROUPS, Case
 from benchmarks.figures import Run, compare, critical_path, share, step_time, table
 from benchmarks.sides import medians, trace_durations
@@ -193,3 +194,17 @@ def test_a_plain_loop_of_the_benchmark_runs(monkeypatch: pytest.MonkeyPatch) -> 
         ends = data_parallel_worker.train("gpt", way, 0, 1)
         assert len(ends) == data_parallel.STEPS and ends == sorted(ends)
     engine.shutdown()
+
+
+def test_a_steady_state_is_judged_by_what_nothing_explains() -> None:
+    def summary(measured: float, predicted: float) -> dict[str, Any]:
+        told = {"asynchronous": {"predicted_with_transfer": predicted}, "weight_versions": [2, 1], "staleness": [1, 0]}
+        return {"bubble": {"measured": measured, "predicted": 0.01}, **told}
+
+    good, bad = (
+        pipedream.figures([summary(0.5, 0.5), summary(0.05 + x, 0.04), summary(0.1, 0.1 - x)]) for x in (0, 0.02)
+    )
+    assert good["beyond"] == pytest.approx(0)
+    assert bad["beyond"] == pytest.approx(0.02)
+    assert pipedream.verdict({"a": good}).endswith("none")
+    assert "b 0.020" in pipedream.verdict({"a": good, "b": bad | {"beyond": 0.0201}})
