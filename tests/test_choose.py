@@ -7,7 +7,7 @@ import pytest
 from program_strategies import ASYNCHRONOUS, EVERY
 
 from engine.plan.choose import compare, table
-from engine.plan.features import COPIES, SPLIT, features
+from engine.plan.features import COPIES, SPLIT, VERSIONS, features
 from engine.plan.guide import ADVICE, ANY, guide
 from engine.plan.schedules import SCHEDULES, build
 
@@ -109,6 +109,7 @@ def test_what_a_program_asks_for():
     assert features(build("zb_v", 2, 4)) == [SPLIT]
     assert features(build("chimera", 2, 4)) == [COPIES]
     assert features(build("dualpipe", 2, 4)) == [SPLIT, COPIES]
+    assert features(build("pipedream", 2, 4)) == features(build("pipedream_2bw", 2, 4)) == [VERSIONS]
 
 
 # --- docs/schedules.md -----------------------------------------------------------------------------------------
