@@ -5,7 +5,7 @@ import sys
 import threading
 from typing import NoReturn
 
-from engine.cli import main
+from engine.errors import Interrupted
 from engine.runtime import interrupt
 
 LEAVE_GRACE_S = 5.0  # for threads that the user's code left running in this process
@@ -17,6 +17,8 @@ def leave(code: int) -> NoReturn:
     A model is run once in this process to find out its shapes, and may have started a thread that never ends.
     """
     interrupt.ignore()  # an impatient second Ctrl-C would end it by the signal instead
+    if supervise := sys.modules.get("engine.runtime.supervise"):  # else there is nothing to end
+        supervise.cool_down()
     timer = threading.Timer(LEAVE_GRACE_S, _break_off, (code,))
     timer.daemon = True
     timer.start()
@@ -32,5 +34,16 @@ def _break_off(code: int) -> None:
     os._exit(code)
 
 
+def run() -> int:
+    """Import the command line, which takes a moment in which Ctrl-C means what it does later, and run it."""
+    try:
+        with interrupt.raising():
+            from engine.cli import main
+    except Interrupted as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return main()
+
+
 if __name__ == "__main__":
-    leave(main())
+    leave(run())

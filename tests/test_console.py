@@ -68,6 +68,14 @@ def test_a_start_in_a_deleted_folder_says_so(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_an_interruption_while_the_engine_is_imported_is_one_line(tmp_path: Path) -> None:
+    code = "import signal, sys; from engine import __main__ as entry; sys.meta_path.insert(0, entry)\n"
+    code += "entry.find_spec = lambda *_: signal.raise_signal(signal.SIGINT); entry.leave(entry.run())"
+    process = engine_process([], tmp_path, "-c", code)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, err) == (130, "interrupted by SIGINT\n")
+
+
 @pytest.mark.parametrize("limit", [16, 31])
 def test_too_few_open_files_are_refused_at_once(limit: int, tmp_path: Path) -> None:
     done = shell(f"ulimit -n {limit}; {ENGINE} {' '.join(SMALL)}", tmp_path)

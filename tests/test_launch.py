@@ -6,6 +6,8 @@ import errno
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -194,6 +196,22 @@ def test_threads_share_out_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert threads_per_worker(job_of(4)) == 7
     assert threads_per_worker(job_of(4, threads_per_worker=2)) == 2
+
+
+COOLING = """
+import os
+from multiprocessing import forkserver
+from engine.runtime.supervise import cool_down, warm_up
+cool_down()  # nothing to end
+warm_up()
+cool_down()
+print(os.waitstatus_to_exitcode(os.waitpid(forkserver._forkserver._forkserver_pid, 0)[1]))
+"""
+
+
+def test_the_fork_server_can_be_ended_in_the_middle_of_its_imports() -> None:
+    done = subprocess.run([sys.executable, "-c", COOLING], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("-9\n", "")
 
 
 # ---- threads -----------------------------------------------------------------------------------------------------

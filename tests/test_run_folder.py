@@ -123,6 +123,29 @@ def test_more_samples_in_a_batch_than_there_are_is_said(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["train"]["global_batch_size"] == 64
 
 
+@pytest.mark.parametrize("where", ["on the path", "beside python", "nowhere"])
+def test_the_line_to_copy_starts_the_tensorboard_of_this_python(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python, other = tmp_path / "my bin" / "python", tmp_path / "other"
+    for folder in (python.parent, other):
+        folder.mkdir()
+        (folder / "tensorboard").touch(mode=0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    monkeypatch.setenv("PATH", str(python.parent if where == "on the path" else other))
+    if where == "nowhere":
+        (python.parent / "tensorboard").unlink()
+    told = {
+        "on the path": "tensorboard",
+        "beside python": f"'{python.parent}/tensorboard'",
+        "nowhere": f"'{python}' -m tensorboard.main",
+    }[where]
+    record, console = recorder(tmp_path)
+    record_steps(record)
+    record.finish("completed")
+    assert console.getvalue().splitlines()[-1] == f"{told} --logdir {tmp_path}"
+
+
 def test_a_hangup_that_was_ignored_stays_ignored() -> None:
     import signal
 
