@@ -58,7 +58,8 @@ def test_a_run_outlives_its_readers(how: str, tmp_path: Path) -> None:
 
 def test_what_the_encoding_lacks_is_spelt_out(tmp_path: Path) -> None:
     done = shell(f"{ENGINE} mode=plan schedule=ümlaut", tmp_path)
-    assert done.returncode == 2 and done.stderr.startswith("error: schedule=\\xfcmlaut"), done.stderr
+    assert done.returncode == 2 and done.stderr.startswith("error: "), done.stderr
+    assert "schedule=\\xfcmlaut" in done.stderr
 
 
 def test_a_start_in_a_deleted_folder_says_so(tmp_path: Path) -> None:
