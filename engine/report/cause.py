@@ -182,7 +182,7 @@ def _rest(job: Job, bubbles: Bubbles, share: str) -> str:
 
 def _variation(job: Job, bubbles: Bubbles, share: str) -> str:
     said = f"Computations of one stage do not all take the same, which costs {share}"
-    if bubbles.costs is not None:
+    if bubbles.costs is not None and bubbles.costs.shape[2] > 1:  # of asynchronous schedules stages have one cost each
         beyond = bubbles.costs - np.median(bubbles.costs, axis=2, keepdims=True)
         kind, stage, microbatch = (int(at) for at in np.unravel_index(beyond.argmax(), beyond.shape))
         said += (
