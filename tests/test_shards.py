@@ -58,10 +58,12 @@ def test_the_numbers_are_those_without_shards(
     same(*both(wanted), bitwise=replicas == 2 and "clip_norm" not in changes)
 
 
-@pytest.mark.parametrize("schedule", ["dualpipe", "chimera"])
-def test_two_copies_of_a_stage_share_its_optimizer(schedule: str) -> None:
-    wanted = settings(schedule, 2, 4, replicas=1, model=MLP, clip_norm=0.01)
-    same(*both(wanted), bitwise=False)
+@pytest.mark.parametrize("power", [1.0, 2.0, 3.0, None], ids=["1", "2", "3", "inf"])
+@pytest.mark.parametrize(("schedule", "replicas"), [("gpipe", 2), ("1f1b", 3), ("dualpipe", 1), ("chimera", 2)])
+def test_pieces_are_clipped_by_the_norm_of_the_whole(schedule: str, replicas: int, power: float | None) -> None:
+    """Small buckets cut parameters apart; two copies of a stage share its optimizer."""
+    wanted = settings(schedule, 2, 4, replicas=replicas, model=MLP, clip_norm=0.01, clip_norm_type=power)
+    same(*both(replace(wanted, allreduce=AllReduce(bucket_bytes=64))), bitwise=False)
 
 
 @pytest.mark.parametrize("name", ["parameter_server", "sharded_parameter_server"])

@@ -72,7 +72,8 @@ ADVICE: dict[str, Advice] = {
     ),
     "pipedream_2bw": Advice(
         "M at least P; no clipping by the global norm",
-        "As PipeDream where pipelines are deep: two versions, one update of delay, M micro-batches per update.",
+        "As PipeDream where pipelines are deep: two versions, one update of delay, M micro-batches per update. Behind "
+        "a short last batch of an epoch, of fewer than P micro-batches, an update may be two late: a run reports it.",
     ),
 }
 

@@ -155,20 +155,20 @@ def norms_of(
 ) -> Norms:
     """The norm of the whole model, seen from the rank that holds `stages`. It counts first copies only, or its own
     `pieces` of each stage where the optimizer is divided."""
+    given = job.settings.train.clip_norm_type
+    power, dtype = math.inf if given is None else given, DTYPES[job.settings.precision]
     before = [0]
     for layer in job.layers:
         before.append(before[-1] + layer.trainable)
     if pieces:
         own = [(before[job.split[s]] + number, p) for s, parts in sorted(pieces.items()) for number, p in parts]
         places, parameters = [place for place, _ in own], [p for _, p in own]
-        dtype = DTYPES[job.settings.precision]
-        return PieceNorms(parameters, places, before[-1], wiring.sum_over_everybody, dtype, device)
+        rest = before[-1], wiring.sum_over_everybody, dtype, device, power
+        return PieceNorms(parameters, places, *rest, member=wiring.replica * job.ranks + wiring.rank, members=job.world)
     ends, counted = [*job.split[1:], len(job.layers)], job.placement.first_copies(wiring.rank)
     places = [p for s in counted for p in range(before[job.split[s]], before[ends[s]])]
     parameters = [p for s in counted for _, p in stages[s].named_parameters()]
-    power = job.settings.train.clip_norm_type
-    dtype, exchange = DTYPES[job.settings.precision], wiring.sum_over_pipeline
-    return Norms(parameters, places, before[-1], exchange, dtype, device, math.inf if power is None else power)
+    return Norms(parameters, places, before[-1], wiring.sum_over_pipeline, dtype, device, power)
 
 
 def build_optimizer(job: Job, parameters: list[nn.Parameter]) -> tuple[Any, Any]:

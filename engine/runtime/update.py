@@ -9,6 +9,7 @@ and are not counted again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,16 +61,24 @@ class Norms:
 
 
 class PieceNorms(Norms):
-    """The same where each rank has pieces of the gradients: `parameters` are pieces, and a place may occur on several
-    ranks. `exchange` sums over all ranks of the run. Their squares are summed, so the last digits may differ."""
+    """The same where each rank has pieces of the gradients: `parameters` are pieces, and a place may occur several
+    times. Rank `member` of `members` fills in a line of its own, and the norm of norms is that of the whole; the last
+    digits may differ. `exchange` sums over all ranks of the run."""
+
+    def __init__(self, *arguments: Any, member: int, members: int, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._member, self._members = member, members
 
     def total(self) -> Tensor:
-        squares = torch.zeros(self._total, dtype=torch.float64, device=self._device)
+        norms = torch.zeros(self._members, self._total, dtype=torch.float64, device=self._device)
+        mine = norms[self._member]
         for place, piece in zip(self._places, self._parameters, strict=True):
             if piece.grad is not None:
-                squares[place] += torch.linalg.vector_norm(piece.grad, 2.0).double().square()
-        self._exchange(squares)
-        return torch.linalg.vector_norm(squares.sqrt().to(self._dtype), 2.0)
+                one = torch.linalg.vector_norm(piece.grad, self._power).double()
+                mine[place] = torch.linalg.vector_norm(torch.stack([mine[place], one]), self._power)
+        self._exchange(norms)
+        of_parameters = torch.linalg.vector_norm(norms, self._power, dim=0).to(self._dtype)
+        return torch.linalg.vector_norm(of_parameters, self._power)
 
 
 class Update:

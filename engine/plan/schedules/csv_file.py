@@ -1,8 +1,9 @@
 """Any program at all, from a CSV file in the dialect of torch.distributed.pipelining (plan/text.py).
 
-The file may list computations alone, or communication too: it is then left out, and put in again as for every other
-schedule. A program of someone else's may add a stage's gradients in another order than that of the micro-batches, as
-PyTorch's looped BFS does; its sums then equal those of one process up to rounding only.
+The file may list computations alone, or communication too. That must hold together as it stands; it is then left out,
+and put in again as for every other schedule. A program of someone else's may add a stage's gradients in another order
+than that of the micro-batches, as PyTorch's looped BFS does; its sums then equal those of one process up to rounding
+only.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from engine.plan.actions import Program
+import numpy as np
+
+from engine.plan.actions import COMPUTE, Program, unpack
 from engine.plan.schedules.registry import schedule
 from engine.plan.simulate import compute_only
 from engine.plan.text import from_csv
+from engine.plan.verify import verify
 
 
 def _requires(ranks: int, microbatches: int, path: Any = None) -> str | None:
@@ -43,7 +47,7 @@ def csv(ranks: int, microbatches: int, *, path: str | None = None) -> Program:
 def _read(path: str) -> Program:
     """The computations of the program in the file. Raises ValueError where there is none."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ValueError(f"schedule.path={path} cannot be read: {reason}") from error
@@ -57,9 +61,15 @@ def _read(path: str) -> Program:
 def _parsed(text: str) -> Program:
     """Asked for again for each number of micro-batches that a short batch might bring."""
     program = from_csv(text)
+    for rank, row in enumerate(program.rows):
+        if not np.isin(unpack(row).op, COMPUTE).any():
+            raise ValueError(f"row {rank} holds no computation: every rank owns a stage; take the row out")
     if program.asynchronous:
         raise ValueError(
             "it lists updates between micro-batches (0STEP3), and a file holds one synchronous step: "
             "take those out, or use schedule=pipedream"
         )
-    return compute_only(program)
+    computations = compute_only(program)
+    if sum(map(len, program.rows)) > sum(map(len, computations.rows)):
+        verify(program, ascending=False)
+    return computations

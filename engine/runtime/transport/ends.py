@@ -25,7 +25,7 @@ from engine.runtime.transport import Edge, PeerLost, PeerTimeout, Work
 from engine.runtime.transport.c10d import as_bytes
 from engine.runtime.transport.segments import Mapped, Segments, Slot
 
-RING = 2**16  # entries: messages of one channel that may be under way at once
+RING = 2**13  # entries: messages of one channel that may be under way at once
 _ENTRY = 3  # words of an entry: segment, offset, bytes
 _RING_BYTES = RING * _ENTRY * 8
 _ATTENTION_S = 0.02  # how long a rank that waits for a send leaves its posted receives alone

@@ -19,6 +19,7 @@ Sums over groups are gloo's, as between hosts: they are short (norms, counts), o
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -145,6 +146,8 @@ def _accept(
         except TimeoutError:
             edge = missing[0]
             raise PeerTimeout(f"connecting {edge}, peer {edge.src}: nothing for {timeout_s:g} s", edge.src) from None
+        if data and len(handed) < 3:
+            raise OSError(errno.EMFILE, "too many open files to meet the other ranks: raise the limit (ulimit -n 1024)")
         for edge in missing:
             if data == introduction(edge):
                 end.settimeout(None)
