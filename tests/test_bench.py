@@ -18,6 +18,7 @@ import engine
 from benchmarks import data_parallel, data_parallel_worker, layers, pipedream, scale, schedules, tracing, waterfall
 from benchmarks.cases import CASES, FIELD, GROUPS, Case
 from benchmarks.figures import Run, compare, critical_path, share, step_time, table
+from benchmarks.options import parser
 from benchmarks.sides import medians, trace_durations
 from engine.config import CONF
 from engine.plan.schedules import build
@@ -208,3 +209,11 @@ def test_a_steady_state_is_judged_by_what_nothing_explains() -> None:
     assert bad["beyond"] == pytest.approx(0.02)
     assert pipedream.verdict({"a": good}).endswith("none")
     assert "b 0.020" in pipedream.verdict({"a": good, "b": bad | {"beyond": 0.0201}})
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "many", "1.5"])
+def test_repeats_that_measure_nothing_are_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parser("tracing", "What it is.\n\nMore.").parse_args([f"--repeats={given}"])
+    assert ended.value.code == 2 and f"{given}: a whole number, at least 1" in capsys.readouterr().err
+    assert parser("tracing", None).parse_args(["--repeats", "7"]).repeats == 7

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from engine.collectives.agree import agree
 from engine.collectives.base import Collective
 from engine.collectives.peers import Peers, mesh
 from engine.collectives.ring import Ring
+from engine.collectives.tensors import described
 from engine.runtime.transport import Edge, Transport
 
 
@@ -71,6 +74,20 @@ class Group:
     def place(self, rank: int) -> int:
         """The position of a member, by its world rank."""
         return self.members.index(rank)
+
+    def list_complaint(
+        self, role: str, name: str, root: int, list_name: str, given: Sequence[Tensor] | None, like: Tensor
+    ) -> str | None:
+        """What is wrong with the list of tensors that the root alone gives, one per member, each as `like`."""
+        if self.rank != root:
+            return self.stranger(name, root) or (f"only the {role} gives a {list_name}" if given else None)
+        if given is None or len(given) != self.size:
+            count = "none" if given is None else str(len(given))
+            return f"the {role}'s {list_name} needs {self.size} tensors, one per member, not {count}"
+        for number, each in enumerate(given):
+            if (each.shape, each.dtype) != (like.shape, like.dtype):
+                return f"{list_name}[{number}] is {described(each)}, tensor is {described(like)}"
+        return None
 
     def stranger(self, name: str, rank: int) -> str | None:
         """A complaint about a rank that is none of the members."""

@@ -37,7 +37,10 @@ def reduce(tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, *, group: Grou
 
 def gather(tensor: Tensor, gather_list: Sequence[Tensor] | None = None, dst: int = 0, *, group: Group) -> None:
     """Copy the `tensor` of the k-th member into the k-th of the destination's list; others give no list."""
-    group.agree(f"gather of {described(tensor)} to {dst}", _complaint(tensor, gather_list, dst, group))
+    group.agree(
+        f"gather of {described(tensor)} to {dst}",
+        group.list_complaint("destination", "dst", dst, "gather_list", gather_list, tensor),
+    )
     peers = group.peers
     if group.rank != dst:
         peers.send(group.place(dst), dense(tensor)).wait()
@@ -48,15 +51,3 @@ def gather(tensor: Tensor, gather_list: Sequence[Tensor] | None = None, dst: int
     parts[group.position] = dense(tensor)
     for each, part in zip(gather_list, parts, strict=True):
         give_back(each, part)
-
-
-def _complaint(tensor: Tensor, gather_list: Sequence[Tensor] | None, dst: int, group: Group) -> str | None:
-    if group.rank != dst:
-        return group.stranger("dst", dst) or ("only the destination gives a gather_list" if gather_list else None)
-    if gather_list is None or len(gather_list) != group.size:
-        given = "none" if gather_list is None else str(len(gather_list))
-        return f"the destination's gather_list needs {group.size} tensors, one per member, not {given}"
-    for number, each in enumerate(gather_list):
-        if (each.shape, each.dtype) != (tensor.shape, tensor.dtype):
-            return f"gather_list[{number}] is {described(each)}, tensor is {described(tensor)}"
-    return None

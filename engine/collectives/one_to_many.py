@@ -28,7 +28,10 @@ def broadcast(tensor: Tensor, src: int, *, group: Group) -> None:
 
 def scatter(tensor: Tensor, scatter_list: Sequence[Tensor] | None = None, src: int = 0, *, group: Group) -> None:
     """Copy the k-th tensor of the source's list into the `tensor` of the k-th member; others give no list."""
-    group.agree(f"scatter of {described(tensor)} from {src}", _complaint(tensor, scatter_list, src, group))
+    group.agree(
+        f"scatter of {described(tensor)} from {src}",
+        group.list_complaint("source", "src", src, "scatter_list", scatter_list, tensor),
+    )
     peers, source = group.peers, group.place(src)
     if group.rank != src:
         flat = dense(tensor)
@@ -39,15 +42,3 @@ def scatter(tensor: Tensor, scatter_list: Sequence[Tensor] | None = None, src: i
     sent = [peers.send(k, dense(scatter_list[k])) for k in group.others]
     give_back(tensor, dense(scatter_list[source]))
     wait_all(sent)
-
-
-def _complaint(tensor: Tensor, scatter_list: Sequence[Tensor] | None, src: int, group: Group) -> str | None:
-    if group.rank != src:
-        return group.stranger("src", src) or ("only the source gives a scatter_list" if scatter_list else None)
-    if scatter_list is None or len(scatter_list) != group.size:
-        given = "none" if scatter_list is None else str(len(scatter_list))
-        return f"the source's scatter_list needs {group.size} tensors, one per member, not {given}"
-    for number, each in enumerate(scatter_list):
-        if (each.shape, each.dtype) != (tensor.shape, tensor.dtype):
-            return f"scatter_list[{number}] is {described(each)}, tensor is {described(tensor)}"
-    return None

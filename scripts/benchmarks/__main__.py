@@ -9,15 +9,14 @@ travel by gloo on loopback; ours as the engine chooses by itself, and in the row
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from benchmarks.cases import GROUPS
 from benchmarks.figures import table
 from benchmarks.measure import measure, written
+from benchmarks.options import parser
 
 # Benchmarks of their own, each with a `main(arguments)`.
 COMMANDS = {
@@ -27,15 +26,11 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench", description=(__doc__ or "").partition("\n\n")[2])
-    parser.add_argument("groups", nargs="*", metavar="row", help=f"{', '.join(GROUPS)} (default: all)")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each side (default 3)")
-    parser.add_argument("--json", type=Path, help="also write everything that was measured to this file")
-    given = parser.parse_args(arguments)
+    options = parser("", __doc__)
+    options.add_argument("groups", nargs="*", metavar="row", help=f"{', '.join(GROUPS)} (default: all)")
+    given = options.parse_args(arguments)
     if unknown := [group for group in given.groups if group not in GROUPS]:
-        parser.error(f"no row {', '.join(unknown)}; there are {', '.join(GROUPS)}")
-    if given.repeats < 1:
-        parser.error(f"--repeats {given.repeats}: at least 1")
+        options.error(f"no row {', '.join(unknown)}; there are {', '.join(GROUPS)}")
 
     wanted = [case for group in given.groups or GROUPS for case in GROUPS[group]]
     results = {case.name: measure(case, given.repeats) for case in wanted}

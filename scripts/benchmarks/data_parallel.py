@@ -8,7 +8,6 @@ gloo on loopback for all (`transport=gloo`).
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 from benchmarks.cases import GPT, RESNET50, Case
 from benchmarks.figures import step_time
 from benchmarks.link import aligned
+from benchmarks.options import parser
 from benchmarks.sides import LOOPBACK, ours_command, run_together
 
 STEPS, WARMUP = 14, 4
@@ -66,15 +66,13 @@ def table(rows: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench data_parallel", description=__doc__)
-    parser.add_argument("models", nargs="*", metavar="model", help=f"{', '.join(MODELS)} (default: all)")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="also write what was measured to this file")
-    given = parser.parse_args(arguments)
+    options = parser("data_parallel", __doc__)
+    options.add_argument("models", nargs="*", metavar="model", help=f"{', '.join(MODELS)} (default: all)")
+    options.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    options.add_argument("--replicas", type=int, default=2)
+    given = options.parse_args(arguments)
     if unknown := [model for model in given.models if model not in MODELS]:
-        parser.error(f"no model {', '.join(unknown)}; there are {', '.join(MODELS)}")
+        options.error(f"no model {', '.join(unknown)}; there are {', '.join(MODELS)}")
     rows: dict[str, dict[str, list[float]]] = {m: {w: [] for w in given.ways} for m in given.models or MODELS}
     for repeat in range(given.repeats):
         for model, ways in rows.items():

@@ -7,7 +7,6 @@ simulated at the durations (a sleep takes longer than it was told) and message t
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -16,6 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.options import parser
 from benchmarks.sides import LOOPBACK, run_together
 from engine.report.tables import percent, table
 
@@ -64,12 +64,8 @@ def verdict(rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench pipedream", description=(__doc__ or "").partition("\n\n")[2])
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each (default 3)")
-    parser.add_argument("--json", type=Path, help="also write everything that was measured to this file")
-    given = parser.parse_args(arguments)
-    if given.repeats < 1:
-        parser.error(f"--repeats {given.repeats}: at least 1")
+    options = parser("pipedream", __doc__)
+    given = options.parse_args(arguments)
     rows = {}
     for name, choices in ROWS.items():
         print(f"{name}: {given.repeats} runs", file=sys.stderr, flush=True)

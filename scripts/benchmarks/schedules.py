@@ -7,14 +7,13 @@ the schedule. Says at the end how much faster the best zero-bubble schedule is t
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import FIELD, SYNCHRONOUS
 from benchmarks.figures import table
 from benchmarks.measure import measure, written
+from benchmarks.options import parser
 
 BORROWED = "interleaved_zb"
 ZERO_BUBBLE = ("zb_h1", "zb_h2", "zb_v", "v_half", "v_min", "dualpipe", "dualpipe_v", BORROWED)
@@ -22,15 +21,11 @@ WANTED = 0.7  # the most of the peer's excess that ours may have
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench schedules", description=(__doc__ or "").partition("\n\n")[2])
+    options = parser("schedules", __doc__)
     names = (*SYNCHRONOUS, BORROWED)
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--microbatches", nargs="+", type=int, choices=sorted(FIELD), default=sorted(FIELD))
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each side (default 3)")
-    parser.add_argument("--json", type=Path, help="also write everything that was measured to this file")
-    given = parser.parse_args(arguments)
-    if given.repeats < 1:
-        parser.error(f"--repeats {given.repeats}: at least 1")
+    options.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    options.add_argument("--microbatches", nargs="+", type=int, choices=sorted(FIELD), default=sorted(FIELD))
+    given = options.parse_args(arguments)
     cases = [case for m in given.microbatches for case in FIELD[m] if case.name.split()[0] in given.only]
     rows = {case.name: measure(case, given.repeats) for case in cases}
     said = conclusions(rows)

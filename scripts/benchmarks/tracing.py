@@ -6,17 +6,16 @@ work per action, 4 ranks) with every step traced and with none but the first, in
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.cases import GPT, TINY, Case
+from benchmarks.options import parser
 from benchmarks.sides import run_ours
 from engine.plan.timeline import Kind
 from engine.report.tables import table
@@ -54,12 +53,8 @@ def per_step(case: Case, repeats: int) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(prog="scripts/bench tracing", description=(__doc__ or "").partition("\n\n")[2])
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each (default 3)")
-    parser.add_argument("--json", type=Path, help="also write everything that was measured to this file")
-    given = parser.parse_args(arguments)
-    if given.repeats < 1:
-        parser.error(f"--repeats {given.repeats}: at least 1")
+    options = parser("tracing", __doc__)
+    given = options.parse_args(arguments)
     recording = {"traced": per_action_ns(True), "not traced": per_action_ns(False)}
     print("nanoseconds to record an action: " + ", ".join(f"{label} {ns:.0f}" for label, ns in recording.items()))
     results = {case.name: per_step(case, given.repeats) for case in (GPT, TINY)}

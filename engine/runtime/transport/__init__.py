@@ -63,6 +63,13 @@ class Channel(Protocol):
         """Memory (uint8) that `isend` may find cheaper to send than any other: to be filled again once that is done."""
 
 
+class AnyMemory:
+    """A channel to which all memory is alike."""
+
+    def empty(self, nbytes: int, device: torch.device) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
 class Transport(Protocol):
     """A rank's ends of all channels. `device`: where a tensor that nothing else places should live."""
 

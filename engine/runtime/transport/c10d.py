@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from engine.runtime.transport import Channel, Edge, PeerError, PeerLost, PeerTimeout, Work
+from engine.runtime.transport import AnyMemory, Channel, Edge, PeerError, PeerLost, PeerTimeout, Work
 
 T = TypeVar("T")
 What = str | tuple[str, int, Edge]  # what was being done, or (send or receive, bytes, edge)
@@ -142,7 +142,7 @@ class C10dTransport(ABC):
         return PeerLost(f"{what}{whom}: {text}", peer)
 
 
-class C10dChannel:
+class C10dChannel(AnyMemory):
     """One end of an edge. Holds every operation, and so its tensor, until it has been waited for."""
 
     def __init__(self, transport: C10dTransport, edge: Edge, group: Any, peer: int) -> None:
@@ -160,9 +160,6 @@ class C10dChannel:
 
     def irecv(self, tensor: Tensor) -> Work:
         return self._post(tensor, "receive", self.group.recv, SENDER)
-
-    def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def _post(self, tensor: Tensor, kind: str, call: Callable[..., Any], other: int) -> Work:
         data = as_bytes(tensor, self.edge)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.runtime.transport import Edge, PeerLost, PeerTimeout, Work
+from engine.runtime.transport import AnyMemory, Edge, PeerLost, PeerTimeout, Work
 from engine.runtime.transport.c10d import as_bytes
 from engine.runtime.transport.segments import Mapped, Segments, Slot
 
@@ -46,7 +46,7 @@ def introduction(edge: Edge) -> bytes:
     return f"{edge.src} {edge.dst} {edge.label}".encode()
 
 
-class _End:
+class _End(AnyMemory):
     """What both ends of a channel have: the socket, the ring of entries, the two event counters."""
 
     def __init__(self, transport: Owner, edge: Edge, peer: int, end: socket.socket) -> None:
@@ -64,9 +64,6 @@ class _End:
         os.close(entries)
         self._fds = [arrived, taken]
         self._arrived_fd, self._taken_fd = arrived, taken
-
-    def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def isend(self, tensor: Tensor) -> Work:
         raise ValueError(f"{self.edge}: rank {self._transport.rank} only receives on it")

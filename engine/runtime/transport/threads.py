@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.runtime.transport import Channel, Edge, Work
+from engine.runtime.transport import AnyMemory, Channel, Edge, Work
 from engine.runtime.transport.patience import Patience
 from engine.runtime.transport.queues import Queues
 from engine.runtime.transport.sums import Group
@@ -73,7 +73,7 @@ class ThreadHub:
             return self._groups[members, label]
 
 
-class _ThreadChannel:
+class _ThreadChannel(AnyMemory):
     """One end of an edge."""
 
     def __init__(self, edge: Edge, queues: Queues) -> None:
@@ -88,9 +88,6 @@ class _ThreadChannel:
 
     def irecv(self, tensor: Tensor) -> Work:
         return self._queues.post("receive", tensor)
-
-    def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 class ThreadTransport:
