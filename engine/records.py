@@ -19,6 +19,8 @@
 |              | model has no accuracy); only from ranks that computed a loss                                        |
 | `clock`      | rank, leader (the first rank with the same clock), offset_ns (to be added to its moments for those  |
 |              | of rank 0's clock), uncertainty_ns, at_ns (its own moment); only where the two clocks are not one   |
+| `memory`     | rank, and in bytes: parameters (with buffers; one version), gradients, buckets (that gradients are  |
+|              | reduced in), optimizer_state; once, of the first step                                               |
 | `log`        | rank, level (logging's number), logger, message                                                     |
 | `error`      | rank, stage, microbatch, action (null where unknown), own (false: only a peer's death was seen),    |
 |              | peer (the rank waited for, or null), type, message, traceback, time_ns                              |

@@ -121,9 +121,18 @@ def step_records(
     return records
 
 
+def memory_records(of: Job) -> list[Record]:
+    """What each rank keeps, in bytes: 1000, 500, 0 and 2000 times its world rank + 1."""
+    sizes = {"parameters": 1000, "gradients": 500, "buckets": 0, "optimizer_state": 2000}
+    metas = [{"rank": rank} | {name: size * (rank + 1) for name, size in sizes.items()} for rank in range(of.world)]
+    return [decode(encode("memory", meta)) for meta in metas]
+
+
 def traced_run(recorder: Recorder, steps: int, durations: np.ndarray | None = None, transfer: int = 0) -> None:
     """Feed `steps` whole traced steps."""
     of, start = recorder.job, 0
+    for record in memory_records(of):
+        recorder(record)
     durations = costs(of.compute) if durations is None else durations
     for step in range(steps):
         timeline = measured(of.compute, durations, of.replicas, transfer, step=MS, start=start)

@@ -133,9 +133,10 @@ def test_the_summary_has_its_schema(tmp_path: Path) -> None:
     record(evaluation(3, 10, 8))
     summary = record.finish("completed")
     assert list(summary) == [
-        "status", "schedule", "ranks", "stages", "microbatches", "replicas", "steps", "samples", "loss", "step_time",
-        "samples_per_second", "bubble", "waterfall", "peak_in_flight", "peak_activation_bytes", "evaluation",
-        "allreduce", "bytes_sent_between_stages", "weight_versions", "staleness", "asynchronous",
+        "status", "schedule", "ranks", "stages", "microbatches", "replicas", "global_batch_size", "steps", "samples",
+        "loss", "step_time", "samples_per_second", "bubble", "waterfall", "peak_in_flight", "peak_activation_bytes",
+        "memory", "evaluation", "allreduce", "bytes_sent_between_stages", "bytes_sent_per_device", "weight_versions",
+        "staleness", "asynchronous",
     ]  # fmt: skip
     assert summary["loss"] == {"first": 2.0, "last": 1.5, "not_finite_since": None} and summary["samples"] == 192
     assert [len(summary[key]) for key in ("peak_in_flight", "peak_activation_bytes", "bytes_sent_between_stages")] == [
@@ -143,6 +144,11 @@ def test_the_summary_has_its_schema(tmp_path: Path) -> None:
     ] * 3
     assert summary["evaluation"] == {"step": 3, "samples": 40, "loss": 0.5, "accuracy": 0.7}
     assert summary["allreduce"] == {"name": "ring", "bytes_sent_per_rank": 30, "exposed": 0.0}
+    assert summary["global_batch_size"] == 64 and summary["bytes_sent_per_device"] == [1000, 2010, 1020, 2030]
+    assert summary["memory"] == {
+        "parameters": [3000, 4000], "gradients": [1500, 2000], "buckets": [0, 0], "optimizer_state": [6000, 8000],
+        "activations": [100, 200], "total": [10600, 14200],
+    }  # fmt: skip
     assert summary["bubble"]["ideal"] == pytest.approx(0.2) and summary["bubble"]["predicted"] == pytest.approx(0.2)
     per_rank = summary["bubble"]["per_rank"]
     assert [(entry["rank"], entry["replica"]) for entry in per_rank] == [(0, 0), (1, 0), (0, 1), (1, 1)]

@@ -37,6 +37,7 @@ class Step:
     peak_activation_bytes: list[int]
     bytes_sent_between_stages: list[int]
     reduce_bytes_sent: int  # the largest over all ranks
+    bytes_sent: list[int]  # by world rank: to stages, and in reductions
     timeline: Timeline | None  # None where the step was not traced
     weight_versions: list[int] | None = None  # asynchronous schedules: the most kept so far on each rank
     staleness: list[int] | None = None  # and by stage how many updates older than this one the weights were, at most
@@ -82,6 +83,7 @@ def _combine(job: Job, records: Sequence[Record]) -> Step:
         peak_activation_bytes=[max(values) for values in by_rank("peak_activation_bytes")],
         bytes_sent_between_stages=[sum(values) for values in by_rank("bytes_sent_between_stages")],
         reduce_bytes_sent=max(m["reduce_bytes_sent"] for m in metas),
+        bytes_sent=[m["bytes_sent_between_stages"] + m["reduce_bytes_sent"] for m in metas],
         timeline=_timeline(records),
         **_versions(job, records),
     )

@@ -85,6 +85,8 @@ class Recorder:
                 )
                 self._board.flush()
                 self._progress.say(str(evaluation))
+        elif record.kind == "memory":
+            self._totals.add_memory(record.meta)
         elif record.kind == "clock":
             self._clocks.add(record)
         if line := line_of(record):

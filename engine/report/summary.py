@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import statistics
 from array import array
+from collections.abc import Mapping
 from typing import Any
 
 from engine.job import Job
 from engine.report.bubble import NAMES
 from engine.report.gather import Evaluation, Step
 from engine.report.measure import Bubbles
+
+HELD = ("parameters", "gradients", "buckets", "optimizer_state")  # of a `memory` record
 
 
 class Totals:
@@ -31,7 +34,9 @@ class Totals:
         self._peaks = [0] * job.ranks
         self._peak_bytes = [0] * job.ranks
         self._sent = [0] * job.ranks
+        self._moved = [0] * job.world
         self._reduced = 0
+        self._held: dict[int, Mapping[str, int]] = {}
         self._versions, self._staleness = [1] * job.ranks, [0] * job.placement.stages
 
     def add(self, step: Step) -> None:
@@ -44,9 +49,14 @@ class Totals:
         self._peaks = list(map(max, self._peaks, step.peak_in_flight))
         self._peak_bytes = list(map(max, self._peak_bytes, step.peak_activation_bytes))
         self._sent = list(map(max, self._sent, step.bytes_sent_between_stages))
+        self._moved = list(map(max, self._moved, step.bytes_sent))
         self._reduced = max(self._reduced, step.reduce_bytes_sent)
         self._versions = list(map(max, self._versions, step.weight_versions or self._versions))
         self._staleness = list(map(max, self._staleness, step.staleness or self._staleness))
+
+    def add_memory(self, meta: Mapping[str, int]) -> None:
+        """What a `memory` record says."""
+        self._held[meta["rank"]] = meta
 
     def summary(
         self, status: str, error: str | None, bubbles: Bubbles | None, not_finite_since: int | None = None
@@ -61,6 +71,7 @@ class Totals:
             "stages": job.placement.stages,
             "microbatches": job.settings.pipeline.microbatches,
             "replicas": job.replicas,
+            "global_batch_size": job.settings.train.global_batch_size,
             "steps": self.steps,
             "samples": self.samples,
             "loss": {"first": self.first_loss, "last": self.last_loss, "not_finite_since": not_finite_since},
@@ -74,6 +85,7 @@ class Totals:
             "waterfall": _waterfall(bubbles),
             "peak_in_flight": self._peaks,
             "peak_activation_bytes": self._peak_bytes,
+            "memory": self._memory(),
             "evaluation": self.evaluation.summary() if self.evaluation else None,
             "allreduce": {
                 "name": job.settings.allreduce.name,
@@ -81,10 +93,25 @@ class Totals:
                 "exposed": float(bubbles.seconds[:, NAMES.index("reduce")].mean()) if bubbles else None,
             },
             "bytes_sent_between_stages": self._sent,
+            "bytes_sent_per_device": self._moved,
             "weight_versions": self._versions,
             "staleness": self._staleness,
             "asynchronous": _asynchronous(job, bubbles),
         }
+
+    def _memory(self) -> dict[str, list[int]] | None:
+        """By pipeline rank, the largest over the replicas; null until every rank has told.
+
+        `parameters` counts all versions that were kept. `total` adds up what need not be largest at one moment.
+        """
+        ranks, world = self._job.ranks, self._job.world
+        if len(self._held) < world:
+            return None
+        by_rank = [[self._held[each] for each in range(rank, world, ranks)] for rank in range(ranks)]
+        found = {name: [max(meta[name] for meta in own) for own in by_rank] for name in HELD}
+        found["parameters"] = [size * kept for size, kept in zip(found["parameters"], self._versions, strict=True)]
+        found["activations"] = list(self._peak_bytes)
+        return found | {"total": [sum(sizes) for sizes in zip(*found.values(), strict=True)]}
 
     @staticmethod
     def _timed(values: array[Any]) -> array[Any]:

@@ -210,4 +210,9 @@ def _traffic_rows(summary: dict[str, Any]) -> Rows:
     )
     for rank, (peak, activations, sent) in enumerate(columns):
         rows.append([str(rank), str(peak), size(activations), size(sent)])
+    if (memory := summary["memory"]) is not None:
+        names = [name for name in memory if name != "activations"]
+        rows[0] += [name.replace("_", " ") for name in names]
+        for rank, row in enumerate(rows[1:]):
+            row += [size(memory[name][rank]) for name in names]
     return rows

@@ -35,6 +35,7 @@ from engine.runtime.executor import Executor
 from engine.runtime.feed import Count, Share, Shares
 from engine.runtime.links import Links
 from engine.runtime.losses import make_loss
+from engine.runtime.memory import Held
 from engine.runtime.overlap import make_overlap
 from engine.runtime.sharding import division_of
 from engine.runtime.trace import tracer_for
@@ -97,6 +98,9 @@ class Worker:
         for number, stage in self.stages.items() if job.windows else ():
             stage.versions = Versions(number, [layer.module for layer in stage.layers])
         self._unsent: tuple[dict[str, Any], dict[str, npt.NDArray[np.int64]]] | None = None
+        self._held: Held | None = Held(
+            self.stages.values(), self.reducers.values(), self.update, bool(self.sharded)
+        )  # until it is told
         self._norm: float | None = None
         self._local_norm = 0.0
 
@@ -284,6 +288,8 @@ class Worker:
             norm = self.norms.total()
             add(Kind.WAIT_NORM, -1, -1, start, mark())
             self._norm = float(norm)
+        if self._held is not None:
+            self._held.before_update()
         start = mark()
         self._local_norm = self.norms.local()
         with ExitStack() as stack:
@@ -292,6 +298,9 @@ class Worker:
                     stack.enter_context(each.versions.updating())
             self.update.apply(norm)
         add(Kind.STEP, -1, microbatch, start, mark())
+        if self._held is not None:
+            self.post(encode("memory", {"rank": self.world_rank} | self._held.after_update()))
+            self._held = None
         for sharded in self.sharded.values():
             sharded.gather()
         if self.window is not None:
