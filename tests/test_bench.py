@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
+import recorded
+
 import engine
 from benchmarks import data_parallel, data_parallel_worker, layers, pipedream, scale, schedules, tracing, waterfall
 from benchmarks.cases import CASES, FIELD, GROUPS, Case
@@ -162,14 +164,35 @@ def test_names_of_cases_tell_them_apart() -> None:
     assert len(CASES) == sum(map(len, (*GROUPS.values(), *FIELD.values())))
 
 
-def test_a_bar_is_judged_by_what_was_put_in() -> None:
-    slow, usual = waterfall.CASES["stage"], dict.fromkeys(waterfall.BARS, 100.0)
+def test_a_bar_is_judged_by_what_is_exposed() -> None:
+    slow, usual = waterfall.CASES["stage"], dict.fromkeys(("step", *waterfall.BARS), 100.0)
     assert waterfall.makespan([1] * 4) == 11 * 30 and slow.amount == pytest.approx((6 + 7 * 3 - 11 * 1.5) * 30)
-    grown = {bar: 100.0 + slow.others.get(bar, 0) for bar in waterfall.BARS}
-    said = waterfall.judged(slow, usual, grown | {"imbalance": 100 + 0.95 * slow.amount})
-    assert all(said["within"].values())
-    said = waterfall.judged(slow, usual, grown | {"imbalance": 100 + 0.8 * slow.amount, "data": 150.0})
-    assert [bar for bar, within in said["within"].items() if not within] == ["imbalance", "data"]
+    assert slow.exposed == waterfall.makespan([1, 3, 1, 1]) - waterfall.makespan([1] * 4)
+    grown = {name: 100.0 + slow.others.get(name, 0) for name in usual} | {"step": 100 + slow.exposed}
+    found, said = grown | {"imbalance": 100 + 0.95 * slow.amount}, "stage 1 takes 3.0 times as long"
+    assert waterfall.judged(slow, usual, found, said)["verdict"] == "right"
+    assert waterfall.judged(slow, usual, found, "stage 2 takes")["verdict"] == "not named"
+    wrong = waterfall.judged(slow, usual, grown | {"imbalance": 100 + 0.8 * slow.amount, "data": 150.0}, said)
+    assert wrong["verdict"] == "imbalance, data"
+    told = waterfall.row("stage", slow, wrong)
+    assert told[1:5] == ["480.0", "0.0", "480.0", "480.0"] and told[8] == "data +50.0"
+
+
+@pytest.mark.parametrize("name", waterfall.CASES)
+def test_nothing_exposed_is_more_than_was_injected(name: str) -> None:
+    assert 0 < waterfall.CASES[name].exposed <= waterfall.CASES[name].injected
+
+
+def test_bars_of_a_run_are_read_step_by_step(tmp_path: Path) -> None:
+    record, _ = recorded.recorder(recorded.job("gpipe", 2, 4), tmp_path)
+    recorded.traced_run(record, 4)
+    summary = record.finish("completed")
+    steps = waterfall.steps_of(tmp_path)
+    assert len(steps) == 4
+    means = [sum(column) / 3 for column in zip(*steps[1:], strict=True)]  # a run leaves out its first
+    assert means == pytest.approx([1e3 * summary["waterfall"][bar] for bar in waterfall.BARS])
+    longer = [[2 * bar for bar in steps[0]], *steps[1:], [3 * bar for bar in steps[0]]]
+    assert waterfall.usual_step([{"steps": longer}]) == waterfall.usual_step([{"steps": steps + steps[-1:]}])
 
 
 def test_recording_an_action_is_measured_with_and_without() -> None:

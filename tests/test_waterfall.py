@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import recorded
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual import MS, Virtual, last_step
 
@@ -147,6 +148,35 @@ def test_what_is_made_slow_shows_in_its_own_bar(what: str) -> None:
     for name in BARS:
         expected = amount if name == bar else others.get(name, 0.0)
         assert abs(grown[name] - expected) <= 0.1 * amount, (name, grown)
+
+
+# Where links, loads, updates and reductions take no time there is nothing to hide behind but the bubble.
+FREE: dict[str, Any] = {"link": lambda *_: 0, "load": 0, "update": 0, "reduce": lambda _: 0}
+BUBBLE = 3 * (FORWARD + BACKWARD)  # in which the first and the last rank wait for their first message
+EXACT: dict[str, tuple[Callable[[int], dict[str, Any]], Callable[[int], dict[str, int]]]] = {
+    # what takes so many nanoseconds longer, and by how many the bars grow
+    "a stage": (
+        lambda ns: {"action": lambda rank, op, at, *_: costs()(rank, op, at, -1, 0) + 4 * ns * (at == 1)},
+        lambda ns: {"work": 16 * ns, "schedule": 6 * ns, "imbalance": 8 * 8 * ns - 22 * ns},
+    ),
+    "a micro-batch": (lambda ns: {"action": costs(microbatch=3, more=ns)}, lambda ns: {"variation": ns}),
+    "a link": (lambda ns: {"link": lambda a, b: ns * ({a % 4, b % 4} == {1, 2})}, lambda ns: {"transfer": 2 * ns}),
+    "the loader": (lambda ns: {"load": ns}, lambda ns: {"data": max(0, ns - BUBBLE)}),
+    "a reduction": (lambda ns: {"reduce": lambda stage: ns * (stage == 0)}, lambda ns: {"reduce": ns}),
+    "a replica": (
+        lambda ns: {"action": lambda rank, op, *_: (FORWARD if op is Op.F else BACKWARD) + ns * (rank >= 4)},
+        lambda ns: {"reduce": 2 * 11 * ns},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", EXACT)
+@settings(max_examples=8)
+@given(ns=st.integers(1, 40 * MS))
+def test_what_is_exposed_shows_to_the_nanosecond_and_what_is_hidden_does_not(what: str, ns: int) -> None:
+    slow, exposed = EXACT[what]
+    usual, found = (bars(GPIPE, 2, steps=3, **FREE | more) for more in ({}, slow(ns)))
+    assert {bar: found[bar] - usual[bar] for bar in BARS} == dict.fromkeys(BARS, 0) | exposed(ns)
 
 
 def test_what_replicas_wait_for_each_other_is_told_apart_from_their_reduction() -> None:
