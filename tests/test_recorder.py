@@ -135,8 +135,8 @@ def test_the_summary_has_its_schema(tmp_path: Path) -> None:
     assert list(summary) == [
         "status", "schedule", "ranks", "stages", "microbatches", "replicas", "global_batch_size", "steps", "samples",
         "loss", "step_time", "samples_per_second", "bubble", "waterfall", "peak_in_flight", "peak_activation_bytes",
-        "memory", "evaluation", "allreduce", "bytes_sent_between_stages", "bytes_sent_per_device", "weight_versions",
-        "staleness", "asynchronous",
+        "memory", "evaluation", "allreduce", "data_parallel", "bytes_sent_between_stages", "bytes_sent_per_device",
+        "weight_versions", "staleness", "asynchronous",
     ]  # fmt: skip
     assert summary["loss"] == {"first": 2.0, "last": 1.5, "not_finite_since": None} and summary["samples"] == 192
     assert [len(summary[key]) for key in ("peak_in_flight", "peak_activation_bytes", "bytes_sent_between_stages")] == [
@@ -150,6 +150,7 @@ def test_the_summary_has_its_schema(tmp_path: Path) -> None:
         "activations": [100, 200], "total": [10600, 14200],
     }  # fmt: skip
     assert summary["bubble"]["ideal"] == pytest.approx(0.2) and summary["bubble"]["predicted"] == pytest.approx(0.2)
+    assert summary["data_parallel"] == {"barrier": [{"waiting": 0.0, "share": 0.0, "reducing": 0.0}] * 2}
     per_rank = summary["bubble"]["per_rank"]
     assert [(entry["rank"], entry["replica"]) for entry in per_rank] == [(0, 0), (1, 0), (0, 1), (1, 1)]
     for entry in per_rank:

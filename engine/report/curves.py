@@ -5,6 +5,7 @@ stack/rank{r}/{name}    the shares of the step of this name and of all before it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -46,6 +47,11 @@ def of_account(job: Job, account: Account) -> dict[str, float]:
         tops = dict(zip(NAMES, np.cumsum(row).tolist(), strict=True))
         values |= {_stack(rank, name): top for name, top in ({_GROUND: 0.0} | tops).items()}
     return values
+
+
+def of_barrier(waiting: Sequence[float]) -> dict[str, float]:
+    """barrier/replica{r}: seconds of the step that a replica waited for slower ones."""
+    return {f"barrier/replica{replica}": seconds for replica, seconds in enumerate(waiting)}
 
 
 def of_waterfall(waterfall: Waterfall | None) -> dict[str, float]:

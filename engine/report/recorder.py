@@ -24,6 +24,7 @@ from engine.job import Job
 from engine.plan.timeline import Timeline
 from engine.records import Record
 from engine.report import curves
+from engine.report.barrier import Barrier
 from engine.report.board import Board
 from engine.report.cause import diagnose
 from engine.report.clocks import Clocks
@@ -68,6 +69,7 @@ class Recorder:
         self._steps, self._evaluations = Steps(job), Evaluations(job)
         self._totals, self._measure = Totals(job), SteadyMeasure(job) if job.windows else Measure(job)
         self._clocks = Clocks(job.world, job.ranks)
+        self._barrier = Barrier(job) if job.replicas > 1 else None
         self._documents = Documents(job, self._board, self._measure, self._clocks)
         self._raw: Timeline | None = None  # the last traced step, each rank on its own clock
         self._watch = LossWatch(job.settings.train.stop_on_nan)
@@ -100,7 +102,7 @@ class Recorder:
         if self._summary is None:
             self._progress.close()
             bubbles = self._measure.result()
-            self._summary = self._totals.summary(status, error, bubbles, self._watch.began)
+            self._summary = self._totals.summary(status, error, bubbles, self._watch.began, self._data_parallel())
             with ExitStack() as last:  # in reverse: each is done, whatever the others raise
                 last.callback(self._log.close)
                 last.callback(self._board.close)
@@ -134,6 +136,8 @@ class Recorder:
             assert step.timeline is not None
             account = self._measure.add(step.timeline, step.index)
             values |= curves.of_account(self.job, account) | curves.of_waterfall(self._measure.waterfall)
+            if self._barrier is not None:
+                values |= curves.of_barrier(self._barrier.add(step.timeline))
             self._board.histograms(curves.action_times(step.timeline), step.index)
             self._documents.add(step, account)
         self._board.scalars(values, step.index)
@@ -145,6 +149,10 @@ class Recorder:
     def _begin(self, lr: float | None) -> None:
         self._board.begin_session(hparams(self.job, lr), METRICS)
         self._board.layout(curves.layout(self.job))
+
+    def _data_parallel(self) -> dict[str, Any] | None:
+        """What summary.json says of the replicas; None where there is one."""
+        return None if self._barrier is None else {"barrier": self._barrier.result()}
 
     # -- at the end ------------------------------------------------------------------------------------------------
 

@@ -59,9 +59,16 @@ class Totals:
         self._held[meta["rank"]] = meta
 
     def summary(
-        self, status: str, error: str | None, bubbles: Bubbles | None, not_finite_since: int | None = None
+        self,
+        status: str,
+        error: str | None,
+        bubbles: Bubbles | None,
+        not_finite_since: int | None = None,
+        data_parallel: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The content of summary.json; what is not known is null. `not_finite_since`: the first step of such a loss."""
+        """The content of summary.json; what is not known is null. `not_finite_since`: the first step of such a loss.
+        `data_parallel`: what is said of replicas.
+        """
         job, seconds = self._job, self._timed(self._seconds)
         total = sum(seconds)
         content: dict[str, Any] = {"status": status} | ({"error": error} if error else {})
@@ -92,6 +99,7 @@ class Totals:
                 "bytes_sent_per_rank": self._reduced,
                 "exposed": float(bubbles.seconds[:, NAMES.index("reduce")].mean()) if bubbles else None,
             },
+            "data_parallel": data_parallel,
             "bytes_sent_between_stages": self._sent,
             "bytes_sent_per_device": self._moved,
             "weight_versions": self._versions,

@@ -18,6 +18,7 @@ from engine.report.path import Link, by_cause, by_rank, name_of
 from engine.report.tables import Rows, markdown, milliseconds, percent, size, table
 
 PATH, CLOCKS = "Critical path of the last traced step", "Clocks"
+NAMED = 4  # replicas that a sentence lists one by one
 LONGEST = 5  # links of the critical path that are named
 
 
@@ -116,6 +117,8 @@ def closing(job: Job, summary: dict[str, Any], bubbles: Bubbles | None, cause: s
     parts = [headline(summary)]
     if summary["asynchronous"] is not None:
         parts.append(asynchronous_text(summary))
+    if waits := barriers(summary):
+        parts.append(barrier_text(waits))
     if bubbles is not None:
         parts += [
             f"Where a step went, mean over {bubbles.steps} traced steps, ms and share:",
@@ -145,7 +148,7 @@ def report(
     as_markdown: bool = False,
 ) -> str:
     """The whole report: for report.txt, or in Markdown. `more`: heading -> words of further sections."""
-    tabular = markdown if as_markdown else table
+    tabular, waits = markdown if as_markdown else table, barriers(summary)
     sections = [("", headline(summary))]
     if summary["asynchronous"] is not None:
         sections.append(("Asynchronous", asynchronous_text(summary) + "\n\n" + tabular(_staleness_rows(summary))))
@@ -157,6 +160,7 @@ def report(
         sections += [
             ("Bubble", tabular(bubble_rows(bubbles)) + "\n\n" + cause),
             *([("Waterfall", _waterfall_text(bubbles, tabular))] if bubbles.waterfall else []),
+            *([("Barrier", barrier_text(waits) + "\n\n" + tabular(_barrier_rows(waits)))] if waits else []),
             *more.items(),
             ("Ranks", f"Mean over {bubbles.steps} traced steps, ms and share.\n\n" + tabular(rank_rows(job, bubbles))),
         ]
@@ -185,6 +189,31 @@ def asynchronous_text(summary: dict[str, Any]) -> str:
         f"{max(summary['staleness'])} update(s) old, and results differ from those of other schedules. Of the time, "
         f"{state}."
     )
+
+
+def barriers(summary: dict[str, Any]) -> list[dict[str, float]]:
+    """What each replica wasted at the barrier; empty where there is none, or nothing was traced."""
+    return (summary["data_parallel"] or {}).get("barrier") or []
+
+
+def barrier_text(waits: Sequence[dict[str, float]]) -> str:
+    """What replicas that meet in every step waste there, in a sentence; of many only the two at the ends."""
+    order = sorted(range(len(waits)), key=lambda replica: -waits[replica]["waiting"])
+    shown = sorted(order) if len(order) <= NAMED else [order[0], order[-1]]
+    each = (
+        f"replica {replica} wasted {milliseconds(waits[replica]['waiting'])} of a step "
+        f"({percent(waits[replica]['share'])})"
+        for replica in shown
+    )
+    return f"Waiting for slower replicas, {', '.join(each)}{'' if len(shown) == len(order) else ', others between'}."
+
+
+def _barrier_rows(waits: Sequence[dict[str, float]]) -> Rows:
+    """A row per replica: waiting for slower ones, and what of the reduction itself nothing hid."""
+    rows = [["replica", "waiting ms", "share of the step", "reducing ms"]]
+    for replica, w in enumerate(waits):
+        rows.append([str(replica), f"{w['waiting'] * 1e3:.1f}", percent(w["share"]), f"{w['reducing'] * 1e3:.1f}"])
+    return rows
 
 
 def _staleness_rows(summary: dict[str, Any]) -> Rows:
