@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,13 +18,26 @@ sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 import recorded
 
 import engine
-from benchmarks import data_parallel, data_parallel_worker, layers, pipedream, scale, schedules, tracing, waterfall
+from benchmarks import (
+    data_parallel,
+    data_parallel_worker,
+    layers,
+    overlap,
+    pipedream,
+    scale,
+    schedules,
+    tracing,
+    waterfall,
+)  # fmt: skip
 from benchmarks.cases import CASES, FIELD, GROUPS, Case
 from benchmarks.figures import Run, compare, critical_path, share, step_time, table
 from benchmarks.options import parser
 from benchmarks.sides import medians, trace_durations
-from engine.config import CONF
+from engine.collectives.layout import cut
+from engine.config import CONF, load
 from engine.plan.schedules import build
+from engine.runtime.build import build_stages
+from engine.runtime.prepare import prepare
 from models.sleep import Sleeper
 
 seconds = st.floats(1e-4, 1.0)
@@ -232,6 +246,30 @@ def test_a_steady_state_is_judged_by_what_nothing_explains() -> None:
     assert bad["beyond"] == pytest.approx(0.02)
     assert pipedream.verdict({"a": good}).endswith("none")
     assert "b 0.020" in pipedream.verdict({"a": good, "b": bad | {"beyond": 0.0201}})
+
+
+def test_what_is_hidden_is_judged_by_what_could_be() -> None:
+    def told(hidden: float, share: float | None) -> dict[str, Any]:
+        rank = {"total": 0.05, "hideable": 0.02, "hidden": hidden, "share": share}
+        return {"share": share, "slices": 32, "per_rank": [rank, rank | {"share": None}]}
+
+    good, bad = (overlap.figures([told(0.02 * share, share) for share in (0.5, share, 1.0)]) for share in (0.9, 0.89))
+    assert good["hidden"] == pytest.approx(0.018) and good["share"] == good["least"] == 0.9
+    assert overlap.verdict({"a": good}).endswith("none") and "b 89.0 %" in overlap.verdict({"a": good, "b": bad})
+
+
+def test_a_slow_reduction_is_what_is_asked_for() -> None:
+    """Four buckets a rank, of one layer each, and slow links between the two copies of each stage alone."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        wanted = load(compose("config", overrides=overlap.choices("interleaved_1f1b", 3)))
+    job = prepare(wanted, ".", ".")
+    assert len(job.layers) == 16 and job.replicas == 2 and job.settings.train.steps == 3
+    assert sorted((a, b) for a, b, _ in wanted.delay.links) == sorted(
+        pair for r in range(4) for pair in ((r, r + 4), (r + 4, r))
+    )
+    for stage in build_stages(job, 0, torch.device("cpu")).values():
+        buckets = cut(stage.named_parameters()[::-1], wanted.allreduce.bucket_bytes)
+        assert len(buckets) == len(stage.layers) == 2
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "many", "1.5"])

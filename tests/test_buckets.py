@@ -21,7 +21,7 @@ from workers import RUNS, Run, over_threads
 
 from engine.collectives import COLLECTIVES, Collective
 from engine.collectives.background import ReduceThread
-from engine.collectives.buckets import Reducer
+from engine.collectives.buckets import Reduced, Reducer
 from engine.collectives.layout import ALIGN_BYTES, Named, cut, fingerprints
 from engine.runtime.transport import Edge, PeerLost, Transport
 
@@ -233,7 +233,7 @@ def test_bytes_are_exact_and_the_same_for_every_step(bucket_bytes: int) -> None:
 def test_launch_does_not_wait_and_wait_does() -> None:
     launched = threading.Event()
 
-    def main(transport: Transport) -> list[tuple[int, int]]:
+    def main(transport: Transport) -> list[Reduced]:
         params = set_grads(parameters((3,)), transport.rank)
         reducer = Reducer(params, collective_of(transport), 100)
         if transport.rank == 1:
@@ -244,12 +244,12 @@ def test_launch_does_not_wait_and_wait_does() -> None:
         assert params[0][1].grad is not None and params[0][1].grad.tolist() == [11.0] * 3
         return reducer.spans
 
-    for ((start, end),) in over_threads(2, main):
-        assert 0 < start < end
+    for ((ready, start, end),) in over_threads(2, main):
+        assert 0 < ready <= start < end
 
 
 def test_reducers_of_a_rank_share_a_thread_and_go_in_launch_order() -> None:
-    def main(transport: Transport) -> list[tuple[int, int]]:
+    def main(transport: Transport) -> list[Reduced]:
         members = [0, 1]
         labels = [f"reduce{s}" for s in range(3)]
         transport.open([e for label in labels for e in COLLECTIVES["ring"].edges(members, label)])
@@ -265,7 +265,7 @@ def test_reducers_of_a_rank_share_a_thread_and_go_in_launch_order() -> None:
         return [span for reducer in (reducers[2], reducers[0], reducers[1]) for span in reducer.spans]
 
     for spans in over_threads(2, main):
-        assert all(before[1] <= after[0] for before, after in pairwise(spans))
+        assert all(before.end <= after.start for before, after in pairwise(spans))
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)

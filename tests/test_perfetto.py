@@ -76,7 +76,8 @@ def test_slices_of_a_lane_nest() -> None:
 def test_names_lanes_and_processes() -> None:
     of = recorded.job("gpipe", 2, 1, replicas=2)
     timeline = measured(of.compute, costs(of.compute), 2, transfer=MS, step=MS)
-    spans = [*timeline, Span(3, Kind.REDUCE, 1, -1, 0, 5), Span(3, Kind.WAIT_DATA, -1, -1, 0, 5)]
+    behind = [Span(3, Kind.QUEUED, 1, -1, 2, 3), Span(3, Kind.REDUCE, 1, -1, 3, 5)]
+    spans = [*timeline, *behind, Span(3, Kind.WAIT_DATA, -1, -1, 0, 5)]
     events = trace_events(Timeline.of(spans, timeline.windows.tolist(), measured=True), 2)
     assert [names(events, "process_name")[pid, 0] for pid in range(4)] == [
         "rank 0 (replica 0)",
@@ -95,6 +96,7 @@ def test_names_lanes_and_processes() -> None:
         ("1REDUCE", "reduce"),
         ("WAIT_DATA", "wait"),
     }
+    assert [(e["pid"], e["tid"], e["name"], e["ts"]) for e in of_kind(events, "i")] == [(3, 3, "1READY", 0.002)]
 
 
 def test_times_keep_their_nanoseconds(tmp_path: Path) -> None:

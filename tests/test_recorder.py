@@ -143,12 +143,19 @@ def test_the_summary_has_its_schema(tmp_path: Path) -> None:
         2
     ] * 3
     assert summary["evaluation"] == {"step": 3, "samples": 40, "loss": 0.5, "accuracy": 0.7}
+    overlap = summary["allreduce"].pop("overlap")
     assert summary["allreduce"] == {"name": "ring", "bytes_sent_per_rank": 30, "exposed": 0.0}
     assert summary["global_batch_size"] == 64 and summary["bytes_sent_per_device"] == [1000, 2010, 1020, 2030]
     assert summary["memory"] == {
         "parameters": [3000, 4000], "gradients": [1500, 2000], "buckets": [0, 0], "optimizer_state": [6000, 8000],
         "activations": [100, 200], "total": [10600, 14200],
     }  # fmt: skip
+    assert overlap["share"] is None and [(e["rank"], e["replica"]) for e in overlap["per_rank"]] == [
+        (0, 0), (1, 0), (0, 1), (1, 1)
+    ]  # fmt: skip
+    assert all(
+        list(each) == ["rank", "replica", "total", "hideable", "hidden", "share"] for each in overlap["per_rank"]
+    )
     assert summary["bubble"]["ideal"] == pytest.approx(0.2) and summary["bubble"]["predicted"] == pytest.approx(0.2)
     assert summary["data_parallel"] == {"barrier": [{"waiting": 0.0, "share": 0.0, "reducing": 0.0}] * 2}
     per_rank = summary["bubble"]["per_rank"]
@@ -190,7 +197,7 @@ def test_step_times_leave_out_the_first_step(tmp_path: Path) -> None:
     assert summary["step_time"] == {"median": 2.0, "min": 1.0, "max": 6.0}
     assert summary["samples_per_second"] == pytest.approx(3 * 64 / 9)
     assert summary["bubble"] == {"ideal": None, "predicted": None, "measured": None, "per_rank": []}
-    assert summary["allreduce"]["exposed"] is None
+    assert summary["allreduce"]["exposed"] is None and summary["allreduce"]["overlap"] is None
     assert not (tmp_path / "trace.json").exists()
     assert "No step was traced" in (tmp_path / "report.txt").read_text()
 

@@ -149,7 +149,9 @@ class Virtual:
         clock, ranks = START, self.program.ranks
         for step in range(self.steps if self.replicas > 1 else 0):
             for stage in sorted(self.program.placement.stages_of(rank % ranks), reverse=True):
-                began = clock = max(clock, (yield ("launch", step, rank, stage)))
+                launched = yield ("launch", step, rank, stage)
+                began = clock = max(clock, launched)
+                self.spans[step].append(Span(rank, Kind.QUEUED, stage, -1, launched, began))
                 self.facts["begun", step, rank, stage] = began
                 for replica in range(self.replicas):
                     clock = max(clock, (yield ("begun", step, replica * ranks + rank % ranks, stage)))

@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +30,14 @@ from engine.collectives.base import Collective
 from engine.collectives.combine import Combine, Sum
 from engine.collectives.layout import Bucket, Named, cut, fingerprints
 from engine.collectives.order import Order
+
+
+class Reduced(NamedTuple):
+    """When a bucket's last gradient was there, when its reduction began and when that ended: time.monotonic_ns."""
+
+    ready: int
+    start: int
+    end: int
 
 
 class Reducer:
@@ -48,7 +57,7 @@ class Reducer:
         order: Order | None = None,
         combine: Combine | None = None,
     ) -> None:
-        self.spans: list[tuple[int, int]] = []  # of the last step's buckets: time.monotonic_ns at start and end
+        self.spans: list[Reduced] = []  # of the last step's buckets, in the order in which they start
         self._collective = collective
         self._combine = combine or Sum(collective)
         self._thread = thread or ReduceThread()
@@ -65,7 +74,7 @@ class Reducer:
         homes = {id(p): number for number, bucket in enumerate(self.buckets) for _, p in bucket.named}
         self._home = [homes[id(p)] for _, p in self.named]
         self._missing: list[set[int]] = []  # per bucket the parameters not yet seen, while a last backward is expected
-        self._handed_over: set[int] = set()  # buckets that are ready, whether their turn has come or not
+        self._handed_over: dict[int, int] = {}  # when a bucket was ready, whether its turn has come or not
         self._running: list[Future[None]] | None = None
         gpu = self._flats[0].device if self._flats and self._flats[0].is_cuda else None
         self._stream = None if gpu is None else torch.cuda.Stream(gpu)
@@ -119,7 +128,7 @@ class Reducer:
 
     def _hand_over(self, number: int) -> None:
         _check(self.buckets[number])
-        self._handed_over.add(number)
+        self._handed_over[number] = time.monotonic_ns()
         self._order.ready(self._turns[number])
 
     def _start(self, number: int) -> None:
@@ -128,10 +137,11 @@ class Reducer:
             self._running, self.spans = [], []
         stream = None if self._stream is None else torch.cuda.current_stream(self._stream.device)
         ready = None if stream is None else stream.record_event()
-        self._running.append(self._thread.start(lambda: self._reduce(number, ready)))
+        since = self._handed_over[number]
+        self._running.append(self._thread.start(lambda: self._reduce(number, since, ready)))
 
-    def _reduce(self, number: int, ready: torch.cuda.Event | None) -> None:
-        """In the reduce thread; on a GPU in a stream of its own."""
+    def _reduce(self, number: int, since: int, ready: torch.cuda.Event | None) -> None:
+        """In the reduce thread; on a GPU in a stream of its own. `since`: when its gradients were there."""
         start = time.monotonic_ns()
         bucket, flat = self.buckets[number], self._flats[number]
         with torch.no_grad(), torch.cuda.stream(self._stream):
@@ -142,7 +152,7 @@ class Reducer:
             self._hand_back(number)
             if self._stream is not None:
                 self._stream.synchronize()
-        self.spans.append((start, time.monotonic_ns()))
+        self.spans.append(Reduced(since, start, time.monotonic_ns()))
 
     def _hand_back(self, number: int) -> None:
         """Set the gradients to what has come out."""

@@ -26,7 +26,7 @@ class Kind(IntEnum):
     RECV_F = 5  # start: the receive was posted; end: the call returned
     SEND_B = 6
     RECV_B = 7
-    REDUCE = 8  # a stage's reduction over its copies, from its launch to its end, in the background: may overlap others
+    REDUCE = 8  # of a bucket of a stage's gradients, over its copies; in the background: may overlap others
     STEP = 9  # clip, optimizer step, zeroing: the account's "optimizer"
     WAIT_F = 16  # waiting for the activation that F(stage, microbatch) needs
     WAIT_B = 17  # waiting for the gradient that B or I (stage, microbatch) needs
@@ -34,6 +34,7 @@ class Kind(IntEnum):
     WAIT_NORM = 19  # waiting at STEP for the other ranks' gradient norms
     WAIT_DATA = 20  # waiting for the loader, or for a batch's copy to the device
     WAIT_COUNT = 21  # waiting for what the other last ranks counted, before the first backward
+    QUEUED = 22  # start: a bucket's last gradient was there; end: its reduction began; in the background
 
 
 COMPUTE_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)

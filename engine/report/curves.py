@@ -17,6 +17,7 @@ from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
 from engine.report.bubble import NAMES, Account
 from engine.report.gather import Step
 from engine.report.measure import fractions
+from engine.report.overlap import Overlap
 from engine.report.waterfall import BARS, Waterfall
 
 _GROUND = "ground"  # the lower edge of the lowest band: a curve that is 0
@@ -59,6 +60,15 @@ def of_waterfall(waterfall: Waterfall | None) -> dict[str, float]:
     if waterfall is None:
         return {}
     return {f"waterfall/{name}": bar * 1e-9 for name, bar in zip(BARS, waterfall.bars, strict=True)}
+
+
+def of_overlap(overlap: Overlap | None) -> dict[str, float | None]:
+    """reduction/hidden: what was hidden of what could be; reduction/rank{r}/exposed: seconds that nothing hid, by world
+    rank."""
+    if overlap is None:
+        return {}
+    exposed = ((overlap.total - overlap.hidden) * 1e-9).tolist()
+    return {"reduction/hidden": overlap.share} | {f"reduction/rank{r}/exposed": s for r, s in enumerate(exposed)}
 
 
 def action_times(timeline: Timeline) -> dict[str, npt.NDArray[np.float64]]:

@@ -21,6 +21,7 @@ from engine.plan.simulate import Costs, figures, simulate
 from engine.plan.timeline import COMPUTE_KINDS, Timeline
 from engine.report.bubble import NAMES, Account, account
 from engine.report.observed import durations
+from engine.report.overlap import Overlap, overlap
 from engine.report.waterfall import Average, Waterfall, Waterfalls
 
 Floats = npt.NDArray[np.float64]
@@ -48,6 +49,7 @@ class Bubbles:
     waterfall: Average | None = None
     steady: bool = False  # of an asynchronous schedule: the steps are those of its steady state
     with_transfer: float | None = None  # of an asynchronous schedule: predicted, messages taking `latency`
+    overlap: Overlap | None = None  # of the replicas' reduction, summed over the steps
 
     @property
     def measured(self) -> float:
@@ -80,6 +82,9 @@ class Measure:
         self._added = 0
         self._waterfalls, self._average = Waterfalls(self.program, job.replicas, self._passes), Average(job.replicas)
         self.waterfall: Waterfall | None = None  # of the last traced step, where it had all its micro-batches
+        self.overlap: Overlap | None = None  # of the last traced step, where gradients are reduced
+        self._overlap: Overlap | None = None  # of all that count
+        self._reduces = job.reduces
         self.last: Timeline | None = None  # the last traced step
         self.last_whole: Timeline | None = None  # the last that had all its micro-batches
 
@@ -88,7 +93,7 @@ class Measure:
         found = account(timeline, self._ranks, self._stages)
         if self._added == 1:
             self._sums = Sums.zero(self._world, self._stages, self._microbatches)
-            self._average = Average(self._replicas)
+            self._average, self._overlap = Average(self._replicas), None
         self._added += 1
         self._sums.take(found)
         self.last = timeline
@@ -96,6 +101,9 @@ class Measure:
         self.waterfall = self._waterfalls.of(timeline) if self.last_whole is timeline else None
         if self.waterfall is not None:
             self._average.add(self.waterfall)
+        if self._reduces:
+            self.overlap = overlap(timeline)
+            self._overlap = self.overlap if self._overlap is None else self._overlap + self.overlap
         return found
 
     def _add_costs(self, timeline: Timeline) -> None:
@@ -118,7 +126,7 @@ class Measure:
             return None
         means = sums.means()
         if not sums.count.any():
-            return Bubbles(sums.steps, *means)
+            return Bubbles(sums.steps, *means, overlap=self._overlap)
         costs, equal = sums.costs()
         simulated = self._simulate(costs)
         ideal = figures(self.program, self._simulate(equal))
@@ -126,6 +134,7 @@ class Measure:
         return Bubbles(
             sums.steps, *means, costs, ideal.bubble_fraction, predicted.bubble_fraction,
             ideal.makespan, predicted.makespan, simulated, self._average if self._average.steps else None,
+            overlap=self._overlap,
         )  # fmt: skip
 
     def _simulate(self, costs: Floats) -> Timeline:

@@ -1,7 +1,8 @@
 """A timeline as a Chrome trace, for Perfetto: one process per world rank, one lane per kind, arrows send -> use.
 
 All ranks are in one file on one clock. An overlapped pair is one slice with its two computations inside. Times are
-microseconds with the nanoseconds behind the point, from the earliest moment of the step. An arrow begins at the start
+microseconds with the nanoseconds behind the point, from the earliest moment of the step. Of each bucket of gradients
+there is a mark when its last one is there, and a slice while it is reduced. An arrow begins at the start
 of the send and ends at the start of the computation that used the message: both are slices that exist, and the second
 never comes before the first.
 The critical path of the step is a process of its own behind the ranks, whose slices say what held the step up and
@@ -104,7 +105,7 @@ def _names(world: int, ranks: int) -> Iterator[Event]:
 
 def _slices(spans: list[Span], base: int) -> Iterator[Event]:
     for span in spans:
-        yield _slice(span, _name(span), base)
+        yield _moment(span, base) if span.kind == Kind.QUEUED else _slice(span, _name(span), base)
 
 
 def _pairs(timeline: Timeline, spans: list[Span], base: int) -> Iterator[Event]:
@@ -125,6 +126,20 @@ def _slice(span: Span, name: str, base: int) -> Event:
         "name": name,
         "cat": _LANES[lane],
         "args": {"stage": span.stage, "microbatch": span.microbatch},
+    }
+
+
+def _moment(span: Span, base: int) -> Event:
+    """A bucket's last gradient is there: a mark, because buckets that wait for their turn overlap."""
+    return {
+        "ph": "i",
+        "s": "t",
+        "pid": span.rank,
+        "tid": _REDUCE,
+        "ts": _microseconds(span.start, base),
+        "name": f"{span.stage}READY",
+        "cat": _LANES[_REDUCE],
+        "args": {"stage": span.stage},
     }
 
 

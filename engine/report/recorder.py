@@ -138,6 +138,7 @@ class Recorder:
             values |= curves.of_account(self.job, account) | curves.of_waterfall(self._measure.waterfall)
             if self._barrier is not None:
                 values |= curves.of_barrier(self._barrier.add(step.timeline))
+            values |= curves.of_overlap(self._measure.overlap)
             self._board.histograms(curves.action_times(step.timeline), step.index)
             self._documents.add(step, account)
         self._board.scalars(values, step.index)

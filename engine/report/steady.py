@@ -24,6 +24,7 @@ from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
 from engine.report.bubble import Account, account
 from engine.report.measure import Bubbles, Floats, Sums
 from engine.report.observed import durations
+from engine.report.overlap import Overlap
 from engine.report.waterfall import Waterfall
 
 _CONTEXT = (*COMPUTE_KINDS, Kind.SEND_F, Kind.SEND_B)  # what of the update before is looked at
@@ -40,6 +41,7 @@ class SteadyMeasure:
         self._before = -1  # the last update that was added
         self._recent: deque[Timeline] = deque(maxlen=2 * job.ranks + 1)
         self.waterfall: Waterfall | None = None  # it is one of whole steps
+        self.overlap: Overlap | None = None  # so is this
         self.last: Timeline | None = None  # the last updates of a window, as one timeline
         self.last_whole: Timeline | None = None
 

@@ -98,6 +98,7 @@ class Totals:
                 "name": job.settings.allreduce.name,
                 "bytes_sent_per_rank": self._reduced,
                 "exposed": float(bubbles.seconds[:, NAMES.index("reduce")].mean()) if bubbles else None,
+                "overlap": _overlap(job, bubbles),
             },
             "data_parallel": data_parallel,
             "bytes_sent_between_stages": self._sent,
@@ -132,6 +133,19 @@ def _waterfall(bubbles: Bubbles | None) -> dict[str, Any] | None:
         return None
     found = bubbles.waterfall
     return {"steps": found.steps, **found.bars, "measured": found.total, "replicas_alone": found.alone}
+
+
+def _overlap(job: Job, bubbles: Bubbles | None) -> dict[str, Any] | None:
+    """Means over traced steps; null where nothing is reduced, and for an asynchronous schedule."""
+    if bubbles is None or bubbles.overlap is None:
+        return None
+    found, per_rank = bubbles.overlap, []
+    for rank, share in enumerate(found.shares):
+        replica, own = divmod(rank, job.ranks)
+        parts = {"total": found.total[rank], "hideable": found.hideable[rank], "hidden": found.hidden[rank]}
+        seconds: dict[str, Any] = {name: float(ns) / found.steps * 1e-9 for name, ns in parts.items()}
+        per_rank.append({"rank": own, "replica": replica, **seconds, "share": share})
+    return {"share": found.share, "per_rank": per_rank}
 
 
 def _asynchronous(job: Job, bubbles: Bubbles | None) -> dict[str, Any] | None:

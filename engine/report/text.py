@@ -14,6 +14,7 @@ from engine.plan.timeline import Timeline
 from engine.report.bubble import NAMES
 from engine.report.clocks import Clocks
 from engine.report.measure import Bubbles
+from engine.report.overlap import Overlap
 from engine.report.path import Link, by_cause, by_rank, name_of
 from engine.report.tables import Rows, markdown, milliseconds, percent, size, table
 
@@ -161,6 +162,7 @@ def report(
             ("Bubble", tabular(bubble_rows(bubbles)) + "\n\n" + cause),
             *([("Waterfall", _waterfall_text(bubbles, tabular))] if bubbles.waterfall else []),
             *([("Barrier", barrier_text(waits) + "\n\n" + tabular(_barrier_rows(waits)))] if waits else []),
+            *([("Reduction", overlap_text(bubbles.overlap))] if bubbles.overlap else []),
             *more.items(),
             ("Ranks", f"Mean over {bubbles.steps} traced steps, ms and share.\n\n" + tabular(rank_rows(job, bubbles))),
         ]
@@ -175,6 +177,16 @@ def _waterfall_text(bubbles: Bubbles, tabular: Callable[[Rows], str]) -> str:
     assert bubbles.waterfall is not None
     said = f"From perfect work to the measured step, mean over {bubbles.waterfall.steps} whole traced steps."
     return f"{said}\n\n{tabular(waterfall_rows(bubbles))}"
+
+
+def overlap_text(overlap: Overlap) -> str:
+    """What of the replicas' reduction was hidden behind computation, on all ranks together."""
+    total, hideable, hidden = (
+        milliseconds(float(part.mean()) / overlap.steps * 1e-9)
+        for part in (overlap.total, overlap.hideable, overlap.hidden)
+    )
+    share = "" if overlap.share is None else f" ({percent(overlap.share)})"
+    return f"Reducing took a rank {total} a step; {hideable} of it could be hidden, {hidden} was{share}."
 
 
 def asynchronous_text(summary: dict[str, Any]) -> str:

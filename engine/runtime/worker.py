@@ -280,8 +280,9 @@ class Worker:
             start = mark()
             reducer.wait()
             add(Kind.WAIT_REDUCE, stage, -1, start, mark())
-            for span in reducer.spans:
-                self.tracer.add_host(Kind.REDUCE, stage, -1, *span)
+            for ready, begun, ended in reducer.spans:
+                self.tracer.add_host(Kind.QUEUED, stage, -1, ready, begun)
+                self.tracer.add_host(Kind.REDUCE, stage, -1, begun, ended)
         norm = None
         if self.update.clip_norm is not None:
             start = mark()

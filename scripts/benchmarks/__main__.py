@@ -1,5 +1,5 @@
 """scripts/bench [sleep] [tiny] [resnet50] [gpt] [--repeats N] [--json FILE]
-scripts/bench schedules | scale | allreduce | data_parallel | drawbacks | waterfall | tracing | pipedream [--help]
+scripts/bench schedules | scale | allreduce | data_parallel | drawbacks | waterfall | tracing | pipedream | overlap
 
 Runs the engine, torch.distributed.pipelining and one plain process in turn, N times over, so that a change of the
 machine's mood meets all of them. A step's time is, on every side, the median period between consecutive step ends of
@@ -21,7 +21,10 @@ from benchmarks.options import parser
 # Benchmarks of their own, each with a `main(arguments)`.
 COMMANDS = {
     name: f"benchmarks.{name}"
-    for name in ("schedules", "scale", "allreduce", "data_parallel", "drawbacks", "waterfall", "tracing", "pipedream")
+    for name in (
+        *("schedules", "scale", "allreduce", "data_parallel", "drawbacks"),
+        *("waterfall", "tracing", "pipedream", "overlap"),
+    )
 }
 
 
