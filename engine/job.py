@@ -45,6 +45,7 @@ class Layer:
     parameters: int  # elements
     trainable: int  # parameter tensors that require grad
     random: bool  # draws random numbers in training (dropout): it is seeded before each forward
+    sends: tuple[int, int] | None = None  # bytes of an activation and of its gradient, if a stage ended here and could
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,12 @@
 |              | peak_activation_bytes, bytes_sent_between_stages, reduce_bytes_sent (this step's), window           |
 |              | [start_ns, end_ns]; array `spans`: [n, 5] = kind, stage, microbatch, start_ns, end_ns (n = 0 where  |
 |              | the step was not traced), and `pairs`: [k, 2], the rows of the two computations of each overlapped  |
-|              | pair. Of an asynchronous schedule a step is one update: also weight_versions (the most kept so far) |
-|              | and array `versions`: [n, 4] = stage, microbatch, and the optimizer steps done before the weights   |
-|              | that its forward and its backward read                                                              |
+|              | pair; rows (samples of the largest micro-batch so far), and array `layers`: [n, 4] = layer (the one |
+|              | after the last is the loss), ns of its forwards, bytes that the largest micro-batch leaves there    |
+|              | for its backward, bytes of its parameters (n = 0 where not traced). Of an asynchronous schedule a   |
+|              | step is one update: also weight_versions (the most kept so far) and array `versions`: [n, 4] =      |
+|              | stage, microbatch, and the optimizer steps done before the weights that its forward and its         |
+|              | backward read                                                                                       |
 | `evaluation` | rank, step (optimizer steps done), samples, loss_sum, loss_count, correct, scored (null where the   |
 |              | model has no accuracy); only from ranks that computed a loss                                        |
 | `clock`      | rank, leader (the first rank with the same clock), offset_ns (to be added to its moments for those  |
@@ -41,6 +44,7 @@ import numpy.typing as npt
 
 SPAN_COLUMNS = 5
 VERSION_COLUMNS = 4
+LAYER_COLUMNS = 4
 
 
 class Record(NamedTuple):

@@ -114,9 +114,9 @@ def step_records(
             "rank": rank, "step": step, "epoch": 0, "samples": 64, "microbatches": of.compute.microbatches,
             "lr": 0.1, "grad_norm": None, "loss_sum": loss[0], "loss_count": loss[1], "peak_in_flight": of.ranks - own,
             "peak_activation_bytes": 100 * (own + 1), "bytes_sent_between_stages": 1000 * (own + 1),
-            "reduce_bytes_sent": 10 * rank, "window": window,
+            "reduce_bytes_sent": 10 * rank, "window": window, "rows": 64 // (of.replicas * of.compute.microbatches),
         }  # fmt: skip
-        arrays = {"spans": spans, "pairs": pairs}
+        arrays = {"spans": spans, "pairs": pairs, "layers": layers_of(of, own, timeline is not None)}
         records.append(decode(encode("step", meta | changes, arrays)))
     return records
 
@@ -126,6 +126,13 @@ def memory_records(of: Job) -> list[Record]:
     sizes = {"parameters": 1000, "gradients": 500, "buckets": 0, "optimizer_state": 2000}
     metas = [{"rank": rank} | {name: size * (rank + 1) for name, size in sizes.items()} for rank in range(of.world)]
     return [decode(encode("memory", meta)) for meta in metas]
+
+
+def layers_of(of: Job, rank: int, traced: bool) -> np.ndarray:
+    """What a rank says of its layers: each forward 1 ms, 1000 bytes left, 4 bytes per parameter; no loss."""
+    ends = [*of.split[1:], len(of.layers)]
+    own = [n for s in of.placement.stages_of(rank) for n in range(of.split[s], ends[s])] if traced else []
+    return np.array([[n, MS, 1000, 4 * of.layers[n].parameters] for n in own], dtype=np.int64).reshape(-1, 4)
 
 
 def traced_run(recorder: Recorder, steps: int, durations: np.ndarray | None = None, transfer: int = 0) -> None:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from engine.job import Job
 from engine.plan.timeline import Timeline
-from engine.records import SPAN_COLUMNS, VERSION_COLUMNS, Record
+from engine.records import LAYER_COLUMNS, SPAN_COLUMNS, VERSION_COLUMNS, Record
 
 Meta = dict[str, Any]
 
@@ -39,6 +40,9 @@ class Step:
     reduce_bytes_sent: int  # the largest over all ranks
     bytes_sent: list[int]  # by world rank: to stages, and in reductions
     timeline: Timeline | None  # None where the step was not traced
+    microbatches: int  # the most of any replica's passes
+    rows: int  # samples of the largest micro-batch so far
+    layers: npt.NDArray[np.float64]  # [n, 4], columns as in engine.records, each the mean over who holds the layer
     weight_versions: list[int] | None = None  # asynchronous schedules: the most kept so far on each rank
     staleness: list[int] | None = None  # and by stage how many updates older than this one the weights were, at most
 
@@ -85,8 +89,21 @@ def _combine(job: Job, records: Sequence[Record]) -> Step:
         reduce_bytes_sent=max(m["reduce_bytes_sent"] for m in metas),
         bytes_sent=[m["bytes_sent_between_stages"] + m["reduce_bytes_sent"] for m in metas],
         timeline=_timeline(records),
+        microbatches=max(m["microbatches"] for m in metas),
+        rows=max(m["rows"] for m in metas),
+        layers=_layers(records),
         **_versions(job, records),
     )
+
+
+def _layers(records: Sequence[Record]) -> npt.NDArray[np.float64]:
+    """A row per layer, in order; of a layer that several ranks hold the mean of what they say."""
+    rows = np.concatenate([record.arrays["layers"].reshape(-1, LAYER_COLUMNS) for record in records])
+    numbers, place, count = np.unique(rows[:, 0], return_inverse=True, return_counts=True)
+    sums = np.zeros((len(numbers), LAYER_COLUMNS))
+    np.add.at(sums, place, rows)
+    means: npt.NDArray[np.float64] = sums / count[:, None]
+    return means
 
 
 def _versions(job: Job, records: Sequence[Record]) -> dict[str, list[int]]:

@@ -20,7 +20,7 @@ from engine.plan.actions import COMPUTE, Op, Placement, Program
 from engine.plan.simulate import Costs, figures, simulate
 from engine.plan.timeline import COMPUTE_KINDS, Timeline
 from engine.report.bubble import NAMES, Account, account
-from engine.report.observed import durations
+from engine.report.observed import Observed, durations
 from engine.report.overlap import Overlap, overlap
 from engine.report.waterfall import Average, Waterfall, Waterfalls
 
@@ -87,6 +87,11 @@ class Measure:
         self._reduces = job.reduces
         self.last: Timeline | None = None  # the last traced step
         self.last_whole: Timeline | None = None  # the last that had all its micro-batches
+
+    @property
+    def observed(self) -> Observed | None:
+        """The last traced step action by action, where it was a whole one."""
+        return self._waterfalls.observed if self.last is self.last_whole else None
 
     def add(self, timeline: Timeline, step: int = 0) -> Account:
         """Take in one traced step, the spans of all ranks; which one it is does not matter."""

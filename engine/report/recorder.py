@@ -28,6 +28,7 @@ from engine.report.barrier import Barrier
 from engine.report.board import Board
 from engine.report.cause import diagnose
 from engine.report.clocks import Clocks
+from engine.report.costs import COSTS_NAME, Costs
 from engine.report.documents import Documents
 from engine.report.draw import Panel, draw
 from engine.report.draw_bars import draw_bars
@@ -70,6 +71,7 @@ class Recorder:
         self._totals, self._measure = Totals(job), SteadyMeasure(job) if job.windows else Measure(job)
         self._clocks = Clocks(job.world, job.ranks)
         self._barrier = Barrier(job) if job.replicas > 1 else None
+        self._costs = None if job.windows else Costs(job)
         self._documents = Documents(job, self._board, self._measure, self._clocks)
         self._raw: Timeline | None = None  # the last traced step, each rank on its own clock
         self._watch = LossWatch(job.settings.train.stop_on_nan)
@@ -135,6 +137,8 @@ class Recorder:
             self._raw, step = step.timeline, replace(step, timeline=self._clocks.aligned(step.timeline))
             assert step.timeline is not None
             account = self._measure.add(step.timeline, step.index)
+            if self._costs is not None:
+                self._costs.add(step, account, self._measure.observed)
             values |= curves.of_account(self.job, account) | curves.of_waterfall(self._measure.waterfall)
             if self._barrier is not None:
                 values |= curves.of_barrier(self._barrier.add(step.timeline))
@@ -168,6 +172,8 @@ class Recorder:
         if bubbles is not None:
             self._documents.finish()
             self._pictures(bubbles, last)
+        if self._costs is not None and (costs := self._costs.content()):
+            write_json(self.folder / COSTS_NAME, costs)
         if timeline is not None:
             write_trace(self.folder / "trace.json", timeline, self.job.ranks, self._clocks.uncertainty)
         self._board.scalars(results(summary), last)

@@ -23,7 +23,7 @@ from engine.plan.steady import SteadyState, steady_program, steady_state
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
 from engine.report.bubble import Account, account
 from engine.report.measure import Bubbles, Floats, Sums
-from engine.report.observed import durations
+from engine.report.observed import Observed, durations
 from engine.report.overlap import Overlap
 from engine.report.waterfall import Waterfall
 
@@ -42,6 +42,7 @@ class SteadyMeasure:
         self._recent: deque[Timeline] = deque(maxlen=2 * job.ranks + 1)
         self.waterfall: Waterfall | None = None  # it is one of whole steps
         self.overlap: Overlap | None = None  # so is this
+        self.observed: Observed | None = None  # and so is this
         self.last: Timeline | None = None  # the last updates of a window, as one timeline
         self.last_whole: Timeline | None = None
 

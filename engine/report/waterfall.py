@@ -100,12 +100,14 @@ class Waterfalls:
         flat = Flat(program)
         self._kind, self._place = flat.op, flat.op * program.stages + flat.stage
         self._replays: dict[tuple[int, bool, bool], Replay] = {}
+        self.observed: Observed | None = None  # the last step, where it had a waterfall
 
     def of(self, timeline: Timeline) -> Waterfall | None:
         """None where the step was not a whole one of the program, or where that is too large."""
+        self.observed = None
         if len(self._program) * self._replicas > MOST_COMPUTATIONS:
             return None
-        observed = observe(timeline, self._program, self._passes)
+        self.observed = observed = observe(timeline, self._program, self._passes)
         if observed is None:
             return None
         alone = np.array([self._alone(observed, replica) for replica in range(self._replicas)])

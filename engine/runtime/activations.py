@@ -1,7 +1,8 @@
 """How many bytes a forward leaves behind for its backward.
 
 Counted by reading the finished graph: every tensor that a node saved, once per storage, parameters left out. Nothing
-is hooked, so the measured run computes exactly what any other run computes. Done once per stage and micro-batch size.
+is hooked, so the measured run computes exactly what any other run computes. Done once per stage and micro-batch size,
+layer by layer: what a layer and one before it both keep is the earlier one's.
 """
 
 from __future__ import annotations
@@ -14,14 +15,27 @@ from torch import Tensor
 from engine.runtime.graph import nodes
 
 
-def saved_bytes(ends: Sequence[Tensor], without: Sequence[Tensor]) -> int:
-    """Bytes of the storages saved in the graph behind `ends`, those of `without` not counted."""
-    return storage_bytes((tensor for node in nodes(t.grad_fn for t in ends) for tensor in _saved(node)), without)
+def saved_bytes(parts: Sequence[Sequence[Any]], without: Sequence[Tensor]) -> list[int]:
+    """For each part, given by the nodes that end it, the bytes of the storages saved in the graph behind these.
+
+    What an earlier part counts is not counted again, and neither are the storages of `without`.
+    """
+    reached: set[Any] = set()
+    counted = _storages(without)
+    return [_bytes((tensor for node in nodes(ends, reached) for tensor in _saved(node)), counted) for ends in parts]
 
 
-def storage_bytes(tensors: Iterable[Tensor], without: Sequence[Tensor] = ()) -> int:
-    """Bytes of the storages behind `tensors`, each counted once, those of `without` not at all."""
-    seen = {t.untyped_storage().data_ptr() for t in without}
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind `tensors`, each counted once."""
+    return _bytes(tensors, set())
+
+
+def _storages(tensors: Iterable[Tensor]) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in tensors}
+
+
+def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    """Bytes of the storages that are not in `seen`, to which they are added."""
     total = 0
     for tensor in tensors:
         storage = tensor.untyped_storage()

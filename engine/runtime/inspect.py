@@ -26,7 +26,7 @@ from torch.utils.data import default_collate
 
 from engine.errors import cause, refusing, said
 from engine.job import Layer, MessageSpec
-from engine.runtime.boundary import describe, shapes
+from engine.runtime.boundary import Message, describe, shapes
 
 _TORCHS_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -74,6 +74,7 @@ class FakeModel:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device, self._dtype, self._autocast = device, dtype, autocast
         self._draws: set[int] = set()
+        self._sends: dict[int, tuple[int, int]] = {}  # of a training pass, by layer
         with quiet(), self._mode, torch.device(device):
             made = factories()
             self.names = [name for name, _ in made]
@@ -95,13 +96,15 @@ class FakeModel:
         return [p for module in self.modules for p in module.parameters() if p.requires_grad]
 
     def layers(self) -> tuple[Layer, ...]:
-        """What the job holds of each layer. Call it after a training pass, which finds the layers that draw."""
+        """What the job holds of each layer. Call it after the training passes, which find the layers that draw and, as
+        of the last pass, what each would send."""
         return tuple(
             Layer(
                 name,
                 sum(p.numel() for p in m.parameters()),
                 sum(p.requires_grad for p in m.parameters()),
                 i in self._draws,
+                self._sends.get(i),
             )
             for i, (name, m) in enumerate(zip(self.names, self.modules, strict=True))
         )
@@ -122,8 +125,16 @@ class FakeModel:
                 value = self._through(index, module, value, rows)
                 if index in ends:
                     specs.append(describe(value))
+                if training:
+                    self._see(index, value)
             _try_loss(loss, value, self._batch(sample[1], rows))
         return tuple(specs)
+
+    def _see(self, index: int, value: Any) -> None:
+        """What the layer would send and get back. What cannot cross a boundary is left out."""
+        with suppress(ValueError):
+            message = Message(describe(value))
+            self._sends[index] = message.forward.nbytes, message.backward.nbytes
 
     def _through(self, index: int, module: nn.Module, value: Any, rows: int) -> Any:
         where = f"layer {self.names[index]!r} fails on a micro-batch of {rows} samples (its input: {shapes(value)})"

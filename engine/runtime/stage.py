@@ -26,6 +26,7 @@ from engine.runtime.boundary import Message, tensors_of
 from engine.runtime.overlap import Beside, LayerCall
 from engine.runtime.seeds import drawing, seed_for
 from engine.runtime.split import Later, Routing
+from engine.runtime.trace import Tracer
 from engine.runtime.versions import Versions
 
 
@@ -68,10 +69,13 @@ class Stage:
         self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.versions: Versions | None = None  # given where the schedule is asynchronous
         self.ready: Callable[[], None] = lambda: None  # returns when the parameters may be used
+        self.tracer: Tracer | None = None  # told what each layer of a forward in training takes
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._live: dict[int, _Live] = {}
         self._later: dict[int, tuple[Later, int]] = {}  # between I and W: what is left to do, and the bytes it holds
-        self._saved: dict[int, int] = {}
+        self._saved: dict[int, int] = {}  # micro-batch size -> bytes that its forward leaves
+        self._saved_by: dict[int, dict[int, int]] = {}  # the same by the number of the layer; beyond the last: the loss
+        self._reached: list[tuple[int, list[Any]]] | None = None  # layers and the nodes that end them, where wanted
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Trainable parameters under their full names, in model order."""
@@ -100,10 +104,19 @@ class Stage:
         return value
 
     def _through(self, layer: StageLayer, value: Any, draw: Draw | None) -> Any:
-        if not layer.random or draw is None:
+        if draw is None:
             return layer.module(value)
-        with drawing(seed_for(self.seed, "draw", layer.number, *draw), self.device):
-            return layer.module(value)
+        start = None if self.tracer is None else self.tracer.mark()
+        if layer.random:
+            with drawing(seed_for(self.seed, "draw", layer.number, *draw), self.device):
+                value = layer.module(value)
+        else:
+            value = layer.module(value)
+        if self.tracer is not None:
+            self.tracer.add_layer(layer.number, start, self.tracer.mark())
+        if self._reached is not None:
+            self._reached.append((layer.number, [tensor.grad_fn for tensor in tensors_of(value)]))
+        return value
 
     def _run_routed(self, value: Any, draw: Draw, later: Later | None, beside: Beside | None) -> Any:
         """The layers of a forward in training. Where other work runs beside them, a layer's contexts end with it."""
@@ -140,25 +153,43 @@ class Stage:
             assert received is not None
             given, box = message.enter(received, self._anchor)
         later = Later() if halves else None
+        self._reached = None if rows in self._saved else []
         if self.versions is None:
             output = self._run_routed(given, draw, later, beside)
         else:
             output = self.versions.forward(microbatch, lambda: self._run_routed(given, draw, later, beside))
         total = None
         if loss is not None:
-            with self.autocast():
-                total = loss(output)
+            total = self._scored(loss, output)
             roots = []
         else:
             wanting = [t for t in tensors_of(output) if t.requires_grad]
             roots = [torch.autograd.graph.get_gradient_edge(t) for t in wanting]
-        if rows not in self._saved:
-            ends = tensors_of(output) if total is None else [total]
-            weights: list[Tensor] = [p for layer in self.layers for p in layer.module.parameters()]
-            read = [] if self.versions is None else self.versions.tensors(microbatch)
-            self._saved[rows] = saved_bytes(ends, weights + read)
+        if self._reached is not None:
+            last = self.layers[-1].number
+            after = (last, tensors_of(output)) if total is None else (last + 1, [total])
+            self._count([*self._reached, (after[0], [t.grad_fn for t in after[1]])], microbatch, rows)
         self._live[microbatch] = _Live(box, roots, total, self._saved[rows], later)
         return output, None if total is None else total.detach()
+
+    def _scored(self, loss: Callable[[Any], Tensor], output: Any) -> Tensor:
+        """The loss sum; it is timed as what follows the last layer."""
+        start = None if self.tracer is None else self.tracer.mark()
+        with self.autocast():
+            total = loss(output)
+        if self.tracer is not None:
+            self.tracer.add_layer(self.layers[-1].number + 1, start, self.tracer.mark())
+        return total
+
+    def _count(self, parts: list[tuple[int, list[Any]]], microbatch: int, rows: int) -> None:
+        """What the forward of a micro-batch of `rows` samples has left for its backward, by layers and their ends."""
+        weights: list[Tensor] = [p for layer in self.layers for p in layer.module.parameters()]
+        read = [] if self.versions is None else self.versions.tensors(microbatch)
+        found = saved_bytes([nodes for _, nodes in parts], weights + read)
+        by_layer = self._saved_by.setdefault(rows, {})
+        for (number, _), nbytes in zip(parts, found, strict=True):
+            by_layer[number] = by_layer.get(number, 0) + nbytes
+        self._saved[rows], self._reached = sum(found), None
 
     def backward(
         self, microbatch: int, gradients: Sequence[Tensor | None] | None, count: float | None
@@ -198,6 +229,15 @@ class Stage:
     def held(self, microbatch: int) -> int:
         """Bytes that autograd keeps for one micro-batch in flight."""
         return self._live[microbatch].nbytes
+
+    @property
+    def largest(self) -> int:
+        """Samples of the largest micro-batch so far; 0 before the first."""
+        return max(self._saved, default=0)
+
+    def saved_by_layer(self) -> dict[int, int]:
+        """A layer's number -> bytes that the largest micro-batch so far left there; beyond the last one the loss."""
+        return self._saved_by.get(self.largest, {})
 
     @property
     def in_flight(self) -> int:

@@ -20,11 +20,13 @@ from engine.records import SPAN_COLUMNS
 
 
 class Traced(NamedTuple):
-    """A step: `spans` [n, 5] as in `engine.records`; `pairs` [k, 2] by index of span; `window` in nanoseconds."""
+    """A step: `spans` [n, 5] as in `engine.records`; `pairs` [k, 2] by index of span; `window` in nanoseconds;
+    `layers`: a layer's number -> what its forwards took, in nanoseconds."""
 
     spans: npt.NDArray[np.int64]
     pairs: npt.NDArray[np.int64]
     window: tuple[int, int]
+    layers: dict[int, int]
 
 
 class Tracer:
@@ -35,6 +37,7 @@ class Tracer:
         self.window_start = self.now()
         self._spans: list[tuple[int, int, int, Any, Any]] = []
         self._pairs: list[tuple[int, int]] = []
+        self._layers: list[tuple[int, int, int, Any, Any]] = []  # as spans, the layer's number for a stage
 
     def now(self) -> int:
         """This moment on the host, in nanoseconds."""
@@ -60,21 +63,33 @@ class Tracer:
         if self.on:
             self._spans.append((kind, stage, microbatch, start_ns, end_ns))
 
+    def add_layer(self, number: int, start: Any, end: Any) -> None:
+        """A layer's forward, within the span of its stage's."""
+        if self.on:
+            self._layers.append((Kind.F, number, -1, start, end))
+
     def finish(self) -> Traced:
         """Close the window of a step; the next one starts here."""
-        spans = np.array(self._nanoseconds(), dtype=np.int64).reshape(-1, SPAN_COLUMNS)
+        rows = np.array(self._nanoseconds([*self._spans, *self._layers]), dtype=np.int64).reshape(-1, SPAN_COLUMNS)
+        spans, layers = rows[: len(self._spans)], rows[len(self._spans) :]
         pairs = np.array(self._pairs, dtype=np.int64).reshape(-1, 2)
+        numbers, place = np.unique(layers[:, 1], return_inverse=True)
+        lasted = np.zeros(len(numbers), dtype=np.int64)
+        np.add.at(lasted, place, layers[:, 4] - layers[:, 3])
         end = self.now()
         window = (self.window_start, end)
-        self._spans, self._pairs, self.window_start = [], [], end
-        return Traced(spans, pairs, window)
+        self._begin(end)
+        return Traced(spans, pairs, window, dict(zip(numbers.tolist(), lasted.tolist(), strict=True)))
 
     def pause_ended(self) -> None:
         """What went on since the last window (an evaluation, a checkpoint) belongs to no step."""
-        self._spans, self._pairs, self.window_start = [], [], self.now()
+        self._begin(self.now())
 
-    def _nanoseconds(self) -> list[tuple[int, int, int, int, int]]:
-        return self._spans
+    def _begin(self, start: int) -> None:
+        self._spans, self._pairs, self._layers, self.window_start = [], [], [], start
+
+    def _nanoseconds(self, spans: list[tuple[int, int, int, Any, Any]]) -> list[tuple[int, int, int, int, int]]:
+        return spans
 
 
 class CudaTracer(Tracer):
@@ -95,7 +110,7 @@ class CudaTracer(Tracer):
         torch.cuda.synchronize(self.device)
         return time.monotonic_ns()
 
-    def _nanoseconds(self) -> list[tuple[int, int, int, int, int]]:
+    def _nanoseconds(self, spans: list[tuple[int, int, int, Any, Any]]) -> list[tuple[int, int, int, int, int]]:
         anchor = torch.cuda.Event(enable_timing=True)
         anchor.record(torch.cuda.current_stream(self.device))
         host = self.now()
@@ -103,7 +118,7 @@ class CudaTracer(Tracer):
         def on_host(mark: Any) -> int:
             return mark if isinstance(mark, int) else host - round(mark.elapsed_time(anchor) * 1e6)
 
-        return [(kind, stage, mb, on_host(start), on_host(end)) for kind, stage, mb, start, end in self._spans]
+        return [(kind, stage, mb, on_host(start), on_host(end)) for kind, stage, mb, start, end in spans]
 
 
 def tracer_for(device: torch.device) -> Tracer:

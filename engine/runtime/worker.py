@@ -26,7 +26,7 @@ from engine.collectives.watch import Watch
 from engine.job import Job, MessageSpec
 from engine.plan.timeline import Kind
 from engine.plan.updates import read_versions
-from engine.records import encode
+from engine.records import LAYER_COLUMNS, encode
 from engine.runtime.build import Wiring, build_optimizer, build_stages, device_of, norms_of
 from engine.runtime.clock import Clocks
 from engine.runtime.delay import slow_down
@@ -87,6 +87,8 @@ class Worker:
         self.watches = [Watch([p for _, p in reducer.named], reducer.seen) for reducer in self.reducers.values()]
         self.loss = make_loss(settings.model.get("loss") or {})
         self.tracer = tracer_for(self.device)
+        for stage in self.stages.values():
+            stage.tracer = self.tracer
         self.links = Links(transport, self.replica * job.ranks, self.device)
         self.executor = Executor(
             self.rank, self.stages, self.links, self.tracer, self._specs, self._reduce, self._step, self._closing,
@@ -201,12 +203,23 @@ class Worker:
             "weight_versions": max((each.peak for each in versions), default=1),
             "bytes_sent_between_stages": self.links.bytes_sent - sent,
             "reduce_bytes_sent": self._reduce_bytes - reduced,
+            "rows": max((stage.largest for stage in self.stages.values()), default=0),
             "window": list(traced.window),
         }
-        arrays = {"spans": traced.spans, "pairs": traced.pairs}
+        arrays = {"spans": traced.spans, "pairs": traced.pairs, "layers": self._layers(traced.layers)}
         if versions:
             arrays["versions"] = np.concatenate([each.told() for each in versions])
         self._unsent = record, arrays
+
+    def _layers(self, lasted: dict[int, int]) -> npt.NDArray[np.int64]:
+        """Of each layer here, where the step was traced: its number, ns of its forwards, bytes that a micro-batch
+        leaves there, bytes of its parameters; the number after the last is the loss: [n, 4]."""
+        rows = []
+        for stage in self.stages.values() if lasted else ():
+            kept = stage.saved_by_layer()
+            own = {layer.number: sum(p.nbytes for p in layer.module.parameters()) for layer in stage.layers}
+            rows += [[n, lasted.get(n, 0), kept.get(n, 0), own.get(n, 0)] for n in sorted({*own, *kept})]
+        return np.array(rows, dtype=np.int64).reshape(-1, LAYER_COLUMNS)
 
     def _meanwhile(self, load: Callable[[], None]) -> None:
         """What can be done while the rank waits: report the step before, load the next one's samples."""
