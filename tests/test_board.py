@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from engine.report import curves
 from engine.report.board import Board
 from engine.report.bubble import NAMES
 from engine.report.hparams import METRICS, hparams
-from engine.report.series import PLUGIN, tag_of, unpacked
+from engine.report.series import CURVES, PLUGIN, tag_of, unpacked
 from engine.report.waterfall import BARS
 
 with warnings.catch_warnings():
@@ -39,7 +40,7 @@ def event_files(folder: Path) -> list[Path]:
 
 
 def read(folder: Path) -> EventAccumulator:
-    found = EventAccumulator(str(folder), size_guidance={"images": 0})
+    found = EventAccumulator(str(folder), size_guidance={"images": 0, "histograms": 0})
     found.Reload()
     return found
 
@@ -94,7 +95,7 @@ def test_scalars_have_their_values_at_their_steps(tmp_path: Path) -> None:
     fill = found.Scalars("bubble/rank1/fill")
     assert [e.step for e in fill] == [0, 1, 2]
     assert fill[-1].value == pytest.approx(2 / 31)  # F takes 2 ms; the window 5 x 6 ms and 1 ms of optimizer
-    assert [(e.step, e.value) for e in found.Scalars("bubble/ideal")] == [(n, pytest.approx(0.2)) for n in (0, 2)]
+    assert [(e.step, e.value) for e in found.Scalars("bubble/ideal")] == [(n, pytest.approx(0.2)) for n in range(3)]
     assert [e.value for e in found.Scalars("memory/rank0/peak_in_flight")] == [2, 2, 2]
 
 
@@ -221,11 +222,19 @@ def test_charts_of_one_name_are_the_same_in_all_runs() -> None:
         assert charts.items() <= large[category].items()
 
 
+@pytest.fixture
+def ample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is time to look at every step as it comes."""
+    monkeypatch.setattr("engine.report.looks.SHARE", math.inf)
+
+
+@pytest.mark.usefixtures("ample")
 def test_documents_of_long_runs_are_bounded_and_the_last_step_is_there(tmp_path: Path) -> None:
-    found = read(finished(tmp_path, recorded.job("gpipe", 1, 1), steps=72, slower=100))
+    found = read(finished(tmp_path, recorded.job("gpipe", 1, 1), steps=72))
     steps = [int(tag.removeprefix(tag_of(0)[:-1])) for tag in found.Tags()["tensors"] if tag.startswith(PLUGIN)]
     assert steps == [*range(32), *range(32, 64, 2), 64, 68, 71]
     assert [event.step for event in found.Scalars("bubble/predicted")] == steps
+    assert [event.step for event in found.Histograms("actions/stage0/F")] == steps
     (last,) = found.Tensors(tag_of(71))
     document = json.loads(unpacked(last.tensor_proto.string_val[0]))
     assert last.step == document["step"] == 71
@@ -237,7 +246,32 @@ def test_too_large_programs_leave_no_documents_but_bubbles(tmp_path: Path, monke
     monkeypatch.setattr("engine.report.series.MOST_SPANS", 10)
     found = read(finished(tmp_path))
     assert not [tag for tag in found.Tags()["tensors"] if tag.startswith(PLUGIN)]
-    assert [event.step for event in found.Scalars("bubble/predicted")] == [2]
+    assert [event.step for event in found.Scalars("bubble/predicted")] == [0, 1, 2]
+
+
+def test_the_event_file_of_a_long_run_stays_small(tmp_path: Path) -> None:
+    """Ten thousand steps: of loss and speed every point, of ranks, histograms and documents ever fewer."""
+    steps, of = 10_000, recorded.job("gpipe", 2, 2)
+    record, _ = recorder(of, tmp_path, progress=False)
+    timeline = recorded.measured(of.compute, recorded.costs(of.compute), step=recorded.MS)
+    lines = step_records(of, 0, timeline, losses=[(1.0, 1.0)])
+    for step in range(steps):
+        for line in lines:
+            record(line._replace(meta=line.meta | {"step": step}))
+    summary = record.finish("completed")
+    found = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0, "histograms": 0, "tensors": 0})
+    found.Reload()
+    assert [len(found.Scalars(f"train/{name}")) for name in ("loss", "lr")] == [steps, steps]
+    most = {"documents": 32 + 16 * 9 + 1, "curves": CURVES + CURVES // 2 * 5}
+    for tag in found.Tags()["scalars"]:
+        if tag.startswith(("memory/", "stack/", "bubble/", "waterfall/")):
+            assert 32 <= len(found.Scalars(tag)) <= most["curves"], tag
+    assert all(len(found.Histograms(tag)) <= most["documents"] for tag in found.Tags()["histograms"])
+    documents = [tag for tag in found.Tags()["tensors"] if tag.startswith(PLUGIN)]
+    assert 32 <= len(documents) <= most["documents"] and tag_of(steps - 1) in documents
+    assert event_files(tmp_path)[0].stat().st_size < 400 * steps
+    assert summary["traced_steps"] == steps and summary["waterfall"]["steps"] >= 32
+    assert f"of {steps} traced steps" in (tmp_path / "report.txt").read_text()
 
 
 def test_no_file_before_something_is_written(tmp_path: Path) -> None:

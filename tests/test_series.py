@@ -9,39 +9,25 @@ from itertools import pairwise
 import pytest
 
 from engine.report import series
-from engine.report.series import Thinning
-
-LONG = 1e3  # seconds of a step beside which making its document is nothing
+from engine.report.series import Room, Thinning
 
 
-@pytest.mark.parametrize("steps", [1, 32, 100, 10_000])
-def test_long_runs_keep_the_first_steps_and_sixteen_per_doubling(steps: int) -> None:
-    thinning = Thinning()
-    kept = [step for step in range(steps) if thinning.keeps(100, LONG)]
-    assert kept[: series.ALL_OF_THE_FIRST] == list(range(min(steps, series.ALL_OF_THE_FIRST)))
-    assert len(kept) <= series.ALL_OF_THE_FIRST + 16 * max(0, math.ceil(math.log2(steps / series.ALL_OF_THE_FIRST)))
-    assert all(later <= 1.07 * earlier + 1 for earlier, later in pairwise(kept))  # no gap on a logarithmic axis
+@pytest.mark.parametrize("first", [series.ALL_OF_THE_FIRST, series.CURVES])
+@pytest.mark.parametrize("steps", [1, 32, 100, 100_000])
+def test_long_runs_keep_the_first_steps_and_half_as_many_per_doubling(steps: int, first: int) -> None:
+    thinning = Thinning(first)
+    kept = [step for step in range(steps) if thinning.keeps()]
+    assert kept[:first] == list(range(min(steps, first)))
+    assert len(kept) <= first + first // 2 * max(0, math.ceil(math.log2(steps / first)))
+    assert all(later <= (1 + 2.1 / first) * earlier + 1 for earlier, later in pairwise(kept))  # no gap, on a log axis
 
 
-def test_large_programs_keep_fewer_and_too_large_ones_none() -> None:
-    thinning = Thinning()
-    kept = sum(thinning.keeps(series.MOST_SPANS, LONG) for _ in range(30))
+def test_there_is_room_for_few_large_programs_and_for_too_large_ones_none() -> None:
+    room = Room()
+    kept = sum(room.takes(series.MOST_SPANS) for _ in range(30))
     assert kept == series.SPANS_OF_A_RUN // series.MOST_SPANS
-    assert not thinning.takes(1)
-    assert not Thinning().keeps(series.MOST_SPANS + 1, LONG)
-
-
-@pytest.mark.parametrize("spans", [100, 1000, 10_000])
-def test_making_documents_takes_a_small_share_of_a_run(spans: int) -> None:
-    thinning, steps, seconds = Thinning(), 400, 0.1
-    kept = sum(thinning.keeps(spans, seconds) for _ in range(steps))
-    assert kept >= 1 and (kept - 1) * series._cost(spans) <= series.SHARE * steps * seconds
-
-
-def test_the_last_step_may_be_taken_whatever_its_number() -> None:
-    thinning = Thinning()
-    kept = [thinning.keeps(1, LONG) for _ in range(36)]
-    assert not kept[-1] and thinning.takes(1)
+    assert not room.takes(1)
+    assert not Room().takes(series.MOST_SPANS + 1)
 
 
 def test_documents_come_back_and_repeat_byte_for_byte() -> None:

@@ -8,8 +8,9 @@
      "reduced": bool, "normed": bool,
      "layers": [{"name", "forward": s, "activation_bytes", "parameter_bytes", "sends": [forward, backward] or null}]}
 
-All times are seconds, and medians over `steps` whole traced steps: the last of the run, without its first. S stages, W
-world ranks, W = replica * P + pipeline rank. The four kinds are F, B, I, W; a kind that a stage did not run is 0.
+All times are seconds, and medians over `steps` whole traced steps that were looked at (`looks.py`), without the run's
+first. S stages, W world ranks, W = replica * P + pipeline rank. The four kinds are F, B, I, W; a kind that a stage did
+not run is 0.
 
     duration   of a computation, over its micro-batches
     spread     of computations of a kind as a part of their own stage's `duration`: 33 quantiles, 0 % to 100 %

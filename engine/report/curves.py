@@ -24,12 +24,18 @@ _GROUND = "ground"  # the lower edge of the lowest band: a curve that is 0
 
 
 def of_step(step: Step) -> dict[str, float | None]:
-    values: dict[str, float | None] = {
+    """Of every step, traced or not."""
+    return {
         "train/loss": step.loss,
         "train/lr": step.lr,
         "train/grad_norm": step.grad_norm,
         "throughput/samples_per_second": step.samples_per_second,
     }
+
+
+def of_ranks(step: Step) -> dict[str, float | None]:
+    """What each rank kept, and of an asynchronous schedule the versions of weights."""
+    values: dict[str, float | None] = {}
     for rank, (peak, peak_bytes) in enumerate(zip(step.peak_in_flight, step.peak_activation_bytes, strict=True)):
         values[f"memory/rank{rank}/peak_in_flight"] = peak
         values[f"memory/rank{rank}/peak_activation_bytes"] = peak_bytes

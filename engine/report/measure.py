@@ -79,50 +79,50 @@ class Measure:
         self._microbatches = job.compute.microbatches
         self._stages = job.placement.stages
         self._sums = Sums.zero(job.world, self._stages, self._microbatches)
-        self._added = 0
+        self._added = self._latest = 0
         self._waterfalls, self._average = Waterfalls(self.program, job.replicas, self._passes), Average(job.replicas)
         self.waterfall: Waterfall | None = None  # of the last traced step, where it had all its micro-batches
         self.overlap: Overlap | None = None  # of the last traced step, where gradients are reduced
         self._overlap: Overlap | None = None  # of all that count
         self._reduces = job.reduces
+        self.observed: Observed | None = None  # the step that was added last, where it was a whole one
         self.last: Timeline | None = None  # the last traced step
         self.last_whole: Timeline | None = None  # the last that had all its micro-batches
 
-    @property
-    def observed(self) -> Observed | None:
-        """The last traced step action by action, where it was a whole one."""
-        return self._waterfalls.observed if self.last is self.last_whole else None
-
     def add(self, timeline: Timeline, step: int = 0) -> Account:
-        """Take in one traced step, the spans of all ranks; which one it is does not matter."""
+        """Take in one traced step, the spans of all ranks. `step`: which one, in any order; the latest is `last`."""
         found = account(timeline, self._ranks, self._stages)
         if self._added == 1:
             self._sums = Sums.zero(self._world, self._stages, self._microbatches)
             self._average, self._overlap = Average(self._replicas), None
         self._added += 1
         self._sums.take(found)
-        self.last = timeline
-        self._add_costs(timeline)
-        self.waterfall = self._waterfalls.of(timeline) if self.last_whole is timeline else None
-        if self.waterfall is not None:
-            self._average.add(self.waterfall)
-        if self._reduces:
-            self.overlap = overlap(timeline)
-            self._overlap = self.overlap if self._overlap is None else self._overlap + self.overlap
+        whole = self._add_costs(timeline)
+        waterfall = self._waterfalls.of(timeline) if whole else None
+        self.observed = self._waterfalls.observed if whole else None
+        if waterfall is not None:
+            self._average.add(waterfall)
+        reduced = overlap(timeline) if self._reduces else None
+        if reduced is not None:
+            self._overlap = reduced if self._overlap is None else self._overlap + reduced
+        if step >= self._latest:
+            self._latest, self.last, self.waterfall, self.overlap = step, timeline, waterfall, reduced
+            self.last_whole = timeline if whole else self.last_whole
         return found
 
-    def _add_costs(self, timeline: Timeline) -> None:
-        """Durations of a step in which every stage ran every micro-batch of every pass; others are left out."""
+    def _add_costs(self, timeline: Timeline) -> bool:
+        """Durations of a step in which every stage ran every micro-batch of every pass; of others none, and false."""
         stages, microbatches = self._stages, self._microbatches
         here = np.isin(timeline.kind, COMPUTE_KINDS) & (timeline.microbatch >= 0) & (timeline.microbatch < microbatches)
         here &= (timeline.stage >= 0) & (timeline.stage < stages)
         place = (timeline.kind[here], timeline.stage[here], timeline.microbatch[here])
         count = np.zeros((len(COMPUTE), stages, microbatches), dtype=np.int64)
         np.add.at(count, place, 1)
-        if (count[Op.F] == self._replicas * self._passes).all():
-            self._sums.count += count
-            np.add.at(self._sums.duration, place, durations(timeline)[here])
-            self.last_whole = timeline
+        if (count[Op.F] != self._replicas * self._passes).any():
+            return False
+        self._sums.count += count
+        np.add.at(self._sums.duration, place, durations(timeline)[here])
+        return True
 
     def result(self) -> Bubbles | None:
         """None where no step was traced."""

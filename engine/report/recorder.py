@@ -1,11 +1,12 @@
 """The recorder: takes in what workers tell and leaves the run folder complete, however the run ends.
 
-    step ─────► all ranks' records of a step ──► account, totals ──► event file, progress bar
+    step ─────► all ranks' records of a step ──► totals ──► event file, progress bar
+                traced, as time allows ────────► account, waterfall ──► event file
     evaluation ► all replicas' ────────────────► event file, a line
     log, error, ready ─────────────────────────► engine.log; warnings also on the console
     finish ───► summary.json, report.txt, trace.json, timeline.png, TensorBoard's text, images and HParams session
 
-Only sums and the last traced step are kept, so memory does not grow with the number of spans.
+Only sums and some traced steps are kept (`looks.py`), so memory does not grow with the number of spans.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from engine.records import Record
 from engine.report import curves
 from engine.report.barrier import Barrier
 from engine.report.board import Board
+from engine.report.bubble import Account
 from engine.report.cause import diagnose
 from engine.report.clocks import Clocks
 from engine.report.costs import COSTS_NAME, Costs
@@ -37,10 +39,12 @@ from engine.report.finite import LossWatch
 from engine.report.gather import Evaluations, Step, Steps
 from engine.report.hparams import METRICS, hparams, results
 from engine.report.log import RunLog, line_of, tag
+from engine.report.looks import Looks
 from engine.report.measure import Bubbles, Measure
 from engine.report.path import critical_path
 from engine.report.perfetto import write_trace
 from engine.report.progress import Progress
+from engine.report.series import CURVES, Thinning
 from engine.report.steady import SteadyMeasure
 from engine.report.summary import Totals
 from engine.report.tables import percent
@@ -73,6 +77,8 @@ class Recorder:
         self._barrier = Barrier(job) if job.replicas > 1 else None
         self._costs = None if job.windows else Costs(job)
         self._documents = Documents(job, self._board, self._measure, self._clocks)
+        self._looks = Looks(self._look, self._counted)
+        self._by_rank, self._looked = (Thinning(CURVES) for _ in range(2))
         self._raw: Timeline | None = None  # the last traced step, each rank on its own clock
         self._watch = LossWatch(job.settings.train.stop_on_nan)
         self._summary: dict[str, Any] | None = None
@@ -103,21 +109,13 @@ class Recorder:
         """
         if self._summary is None:
             self._progress.close()
-            bubbles = self._measure.result()
-            self._summary = self._totals.summary(status, error, bubbles, self._watch.began, self._data_parallel())
             with ExitStack() as last:  # in reverse: each is done, whatever the others raise
                 last.callback(self._log.close)
                 last.callback(self._board.close)
-                if self._totals.steps:
-                    cause = diagnose(self.job, bubbles)
-                    told = closing(self.job, self._summary, bubbles, cause, self.folder)
-                    last.callback(self._progress.say, "\n" + told)
-                write_json(self.folder / "summary.json", self._summary)
-                if self._totals.steps:
-                    self._leave(self._summary, bubbles, cause)
-                elif status == "failed":
-                    self._begin(None)  # the table of a sweep shows the jobs that failed, too
-                self._board.end_session(status)
+                last.callback(self._conclude, status, error)
+                self._looks.finish()
+                self._documents.finish()
+        assert self._summary is not None
         return self._summary
 
     def _say(self, level: int, rank: int | None, logger: str, message: str, shown: bool = True) -> None:
@@ -132,24 +130,42 @@ class Recorder:
         if self._totals.steps == 0:
             self._begin(step.lr)
         self._totals.add(step)
-        values = curves.of_step(step)
+        self._board.scalars(curves.of_step(step) | (curves.of_ranks(step) if self._by_rank.keeps() else {}), step.index)
+        account = None
         if step.timeline is not None:
-            self._raw, step = step.timeline, replace(step, timeline=self._clocks.aligned(step.timeline))
-            assert step.timeline is not None
-            account = self._measure.add(step.timeline, step.index)
-            if self._costs is not None:
-                self._costs.add(step, account, self._measure.observed)
-            values |= curves.of_account(self.job, account) | curves.of_waterfall(self._measure.waterfall)
-            if self._barrier is not None:
-                values |= curves.of_barrier(self._barrier.add(step.timeline))
-            values |= curves.of_overlap(self._measure.overlap)
-            self._board.histograms(curves.action_times(step.timeline), step.index)
-            self._documents.add(step, account)
-        self._board.scalars(values, step.index)
+            self._raw = step.timeline
+            if self.job.windows:  # what an update waits for may lie in the one before: each is counted as it comes
+                step, account = self._counted(step)
+        self._looks.add(step, account)
         if self._progress.step(step):
             self._board.flush()
         if warning := self._watch.look(step):
             self._say(logging.WARNING, None, __name__, warning)
+
+    def _look(self, step: Step, account: Account | None) -> None:
+        """All that is told of a traced step."""
+        if account is None:
+            step, account = self._counted(step)
+        if self._looked.keeps():
+            measure = self._measure
+            values: dict[str, float | None] = {**curves.of_account(self.job, account)}
+            values |= curves.of_waterfall(measure.waterfall)
+            values |= curves.of_overlap(measure.overlap)
+            if self._barrier is not None:
+                values |= curves.of_barrier(self._barrier.waiting)
+            self._board.scalars(values, step.index)
+        self._documents.add(step, account)
+
+    def _counted(self, step: Step) -> tuple[Step, Account]:
+        """A step on the clock of rank 0, and its account, which is now in the means."""
+        assert step.timeline is not None
+        timeline = self._clocks.aligned(step.timeline)
+        step, account = replace(step, timeline=timeline), self._measure.add(timeline, step.index)
+        if self._barrier is not None:
+            self._barrier.add(timeline)
+        if self._costs is not None:
+            self._costs.add(step, account, self._measure.observed)
+        return step, account
 
     def _begin(self, lr: float | None) -> None:
         self._board.begin_session(hparams(self.job, lr), METRICS)
@@ -161,6 +177,21 @@ class Recorder:
 
     # -- at the end ------------------------------------------------------------------------------------------------
 
+    def _conclude(self, status: str, error: str | None) -> None:
+        bubbles = self._measure.result()
+        self._summary = self._totals.summary(status, error, bubbles, self._watch.began, self._data_parallel())
+        with ExitStack() as last:
+            if self._totals.steps:
+                cause = diagnose(self.job, bubbles)
+                told = closing(self.job, self._summary, bubbles, cause, self.folder)
+                last.callback(self._progress.say, "\n" + told)
+            write_json(self.folder / "summary.json", self._summary)
+            if self._totals.steps:
+                self._leave(self._summary, bubbles, cause)
+            elif status == "failed":
+                self._begin(None)  # the table of a sweep shows the jobs that failed, too
+            self._board.end_session(status)
+
     def _leave(self, summary: dict[str, Any], bubbles: Bubbles | None, cause: str) -> None:
         """Everything but summary.json."""
         last = self._totals.last_index
@@ -170,7 +201,6 @@ class Recorder:
         write_text(self.folder / "report.txt", report(self.job, summary, bubbles, cause, said))
         self._board.text("report", report(self.job, summary, bubbles, cause, said, as_markdown=True), last)
         if bubbles is not None:
-            self._documents.finish()
             self._pictures(bubbles, last)
         if self._costs is not None and (costs := self._costs.content()):
             write_json(self.folder / COSTS_NAME, costs)

@@ -1,4 +1,4 @@
-"""The documents of traced steps in the event file: under which tags, and of which steps, so that it stays bounded.
+"""What the event file keeps of a long run, so that it stays bounded; and the documents in it: under which tags, how.
 
 Each document is a time series of its own with one point. A single series would be thinned at random by TensorBoard when
 it reads the file, and reading one point of it would mean reading them all. What a list of steps shows is in the series'
@@ -13,9 +13,9 @@ import zlib
 from collections.abc import Mapping
 
 PLUGIN = "pipeline"  # of whom the series are: the tab's name in tensorboard's addresses
-ALL_OF_THE_FIRST = 32  # traced steps; then half of as many again, then a quarter of as many again ...
+ALL_OF_THE_FIRST = 32  # traced steps; then every second of as many again, then every fourth of twice as many ...
+CURVES = 512  # the same of points of the curves that there are for each rank; TensorBoard shows 1000 of a curve
 MOST_SPANS = 200_000  # of one step: a browser draws that at once
-SHARE = 0.01  # of a run's time that may go into making documents
 SPANS_OF_A_RUN = 4_000_000  # about 50 MB of documents
 
 
@@ -43,34 +43,29 @@ def about(seconds: float, shares: Mapping[str, float]) -> bytes:
 
 
 class Thinning:
-    """Chooses among traced steps as they come: all at first, then ever fewer: 16 per doubling of their number.
+    """Chooses among steps as they come: all of the `first`, then half as many for each doubling of their number."""
 
-    Making a document takes the parent's processor, which its workers need: about as much as `_cost` says. Fewer are
-    chosen where that would be more than SHARE of the time of the steps.
-    """
+    def __init__(self, first: int = ALL_OF_THE_FIRST) -> None:
+        self._first, self._seen, self._due = first, 0, 0
 
-    def __init__(self) -> None:
-        self._seen = self._due = self._spans = 0
-        self._allowed = self._spent = 0.0
-
-    def keeps(self, spans: int, seconds: float) -> bool:
-        """Whether the next traced step, of so many spans and after so many seconds, is to be written."""
+    def keeps(self) -> bool:
+        """Whether the next step is to be written."""
         index, self._seen = self._seen, self._seen + 1
-        self._allowed += SHARE * seconds
-        if index < self._due or self._spent > self._allowed or not self.takes(spans):
+        if index < self._due:
             return False
-        self._due = index + (1 << (index // ALL_OF_THE_FIRST).bit_length())
+        self._due = index + (1 << (index // self._first).bit_length())
         return True
 
+
+class Room:
+    """What is left for the documents of a run."""
+
+    def __init__(self) -> None:
+        self._spans = 0
+
     def takes(self, spans: int) -> bool:
-        """The same whatever came before, but for the size of it all: for the last step of a run."""
+        """Whether there is room for a step of so many spans; it is then taken."""
         if spans > MOST_SPANS or self._spans + spans > SPANS_OF_A_RUN:
             return False
         self._spans += spans
-        self._spent += _cost(spans)
         return True
-
-
-def _cost(spans: int) -> float:
-    """Seconds that a document takes to be made, measured on a slow processor."""
-    return 2.5e-3 + 9e-6 * spans

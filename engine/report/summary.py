@@ -24,7 +24,7 @@ class Totals:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self.steps = self.samples = 0
+        self.steps = self.traced = self.samples = 0
         self.first_loss: float | None = None
         self.last_loss: float | None = None
         self.last_index = 0
@@ -43,6 +43,7 @@ class Totals:
         self.first_loss = step.loss if self.steps == 0 else self.first_loss
         self.last_loss, self.last_index = step.loss, step.index
         self.steps += 1
+        self.traced += step.timeline is not None
         self.samples += step.samples
         self._seconds.append(step.seconds)
         self._samples.append(step.samples)
@@ -80,6 +81,7 @@ class Totals:
             "replicas": job.replicas,
             "global_batch_size": job.settings.train.global_batch_size,
             "steps": self.steps,
+            "traced_steps": self.traced,
             "samples": self.samples,
             "loss": {"first": self.first_loss, "last": self.last_loss, "not_finite_since": not_finite_since},
             "step_time": {

@@ -122,7 +122,7 @@ def closing(job: Job, summary: dict[str, Any], bubbles: Bubbles | None, cause: s
         parts.append(barrier_text(waits))
     if bubbles is not None:
         parts += [
-            f"Where a step went, mean over {bubbles.steps} traced steps, ms and share:",
+            f"Where a step went, {_mean(summary, bubbles)}, ms and share:",
             table(rank_rows(job, bubbles)),
             table(bubble_rows(bubbles)),
             cause,
@@ -164,13 +164,20 @@ def report(
             *([("Barrier", barrier_text(waits) + "\n\n" + tabular(_barrier_rows(waits)))] if waits else []),
             *([("Reduction", overlap_text(bubbles.overlap))] if bubbles.overlap else []),
             *more.items(),
-            ("Ranks", f"Mean over {bubbles.steps} traced steps, ms and share.\n\n" + tabular(rank_rows(job, bubbles))),
+            ("Ranks", f"{_mean(summary, bubbles).capitalize()}, ms and share.\n\n{tabular(rank_rows(job, bubbles))}"),
         ]
         if bubbles.costs is not None:
             sections.append(("Stages", "Mean cost of one micro-batch.\n\n" + tabular(stage_rows(job, bubbles))))
     sections.append(("Memory and traffic of a step", tabular(_traffic_rows(summary))))
     mark = "### " if as_markdown else ""
     return "\n\n".join(f"{mark}{head}\n\n{body}" if head else body for head, body in sections) + "\n"
+
+
+def _mean(summary: dict[str, Any], bubbles: Bubbles) -> str:
+    """Over which steps the account is a mean. The first traced step is left out, and some of a long run's."""
+    traced = summary["traced_steps"]
+    some = f" of {traced}" if traced > bubbles.steps + 1 and not bubbles.steady else ""
+    return f"mean over {bubbles.steps}{some} traced steps"
 
 
 def _waterfall_text(bubbles: Bubbles, tabular: Callable[[Rows], str]) -> str:
