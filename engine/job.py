@@ -61,8 +61,8 @@ class Job:
     train_samples: int
     eval_samples: int
     compute: Program  # the verified compute-only program for the configured M
-    steps: dict[int, Program]  # M -> lowered program with REDUCE (where `reduces`) and STEP
-    passes: dict[int, Program]  # M -> the same without REDUCE and STEP, for all but the last pass of an accumulation
+    steps: dict[int, Program]  # M -> lowered program with REDUCE (where `reduces`), STEP, GATHER (where divided)
+    passes: dict[int, Program]  # M -> the same without these, for all but the last pass of an accumulation
     evaluations: dict[int, Program]  # M -> lowered forward-only program
     boundaries: dict[tuple[str, int], tuple[MessageSpec, ...]] = field(default_factory=dict)
     windows: tuple[int, ...] = ()  # of an asynchronous schedule: how many updates lie between its drains

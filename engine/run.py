@@ -165,7 +165,8 @@ def write_plan(
     settings: Settings, program: Program, folder: Path, layers: Sequence[Sequence[str]] | None = None
 ) -> str:
     """Verify and simulate; write plan.json and program.csv; return the text for a terminal."""
-    lowered = lower(program, reduce=settings.data_parallel.replicas > 1, step=True)
+    reduce = settings.data_parallel.replicas * program.placement.copies > 1
+    lowered = lower(program, reduce, step=True, gather=reduce and settings.divided)
     for each in (program, lowered):
         verify(each, ascending=SCHEDULES[program.name].ascending)
     computations, pipeline = compute_only(program), settings.pipeline

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+DIVIDED = ("parameter_server", "sharded_parameter_server")  # of `allreduce`: what also divides the optimizer's work
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -97,6 +99,11 @@ class Settings:
     def schedule_options(self) -> dict[str, Any]:
         """The schedule's own options, those left at null taken out."""
         return {key: value for key, value in self.schedule.items() if key != "name" and value is not None}
+
+    @property
+    def divided(self) -> bool:
+        """Whether the optimizer is divided over the replicas, so that parameters are gathered after each update."""
+        return self.shard_optimizer or self.allreduce.name in DIVIDED
 
     @property
     def world(self) -> int:

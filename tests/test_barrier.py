@@ -62,7 +62,7 @@ def test_both_parts_are_what_the_account_calls_reduce(
 
 def test_shards_that_are_awaited_at_the_beginning_were_late_by_the_other_optimizer() -> None:
     """Replica 1 begins the step, which is when its update is done, at 7; only then can its shard come, at 9."""
-    spans = [Span(0, Kind.WAIT_REDUCE, 0, -1, 2, 9)]
+    spans = [Span(0, Kind.WAIT_GATHER, 0, -1, 2, 9)]
     spans += [
         Span(rank, kind, 0, 0, start, start + 5) for rank in (0, 1) for kind, start in ((Kind.F, 9), (Kind.B, 14))
     ]

@@ -89,7 +89,7 @@ def name_of(t: int, now: list[tuple[int, Span]], spans: list[Span], ranks: int, 
     for kind, name in ((Kind.STEP, "optimizer"), (Kind.WAIT_DATA, "data")):
         if kind in kinds:
             return name
-    if kinds & {Kind.WAIT_REDUCE, Kind.WAIT_COUNT}:
+    if kinds & {Kind.WAIT_REDUCE, Kind.WAIT_GATHER, Kind.WAIT_COUNT}:
         return "reduce"
     if waits and t < first:
         return "fill"

@@ -70,11 +70,13 @@ def test_steps_and_reductions_show() -> None:
     timeline = measured(of.compute, costs(of.compute), 2, step=5 * MS)
     end = int(timeline.windows.max())
     spans = [*timeline, Span(0, Kind.REDUCE, 0, -1, end - 9 * MS, end - 5 * MS)]
+    spans += [Span(2, Kind.GATHER, 0, -1, end - 9 * MS, end - 5 * MS)]
     timeline = Timeline.of(spans, timeline.windows.tolist(), measured=True)
     picture = draw.draw([Panel("measured", timeline, 1e-9, 2)])
     seen = colours(picture)
     assert seen[PURPLE] > 4 * 20 * 30
     assert 0 < seen[(213, 94, 0)] < 14 * 14 + 6 * 400  # in the legend, and a strip that leaves the row to others
+    assert 0 < seen[palette.COLOURS[Kind.GATHER]] < 14 * 14 + 6 * 400
     assert PURPLE not in colours(draw.draw([Panel("predicted", measured(of.compute, costs(of.compute)), 1e-9, 2)]))
 
 

@@ -116,6 +116,24 @@ def test_without_reduce_and_step_there_are_none(program):
     assert not {a.op for row in rows(lower(program, reduce=False, step=False)) for a in row} & {Op.REDUCE, Op.STEP}
 
 
+@given(st.one_of(scheduled(), executed()))
+def test_gathers_of_a_ranks_stages_follow_its_step_the_first_stage_first(program):
+    lowered = lower(program, reduce=True, step=True, gather=True)
+    verify(lowered, ascending=False)
+    for rank, row in enumerate(rows(lowered)):
+        stages = program.placement.stages_of(rank)
+        gathers = [Action(stage, Op.GATHER) for stage in stages]
+        assert row[len(row) - len(stages) :] == gathers
+        assert not stages or row[-len(stages) - 1] == Action(stages[0], Op.STEP)
+    without = [[a for a in row if a.op is not Op.GATHER] for row in rows(lowered)]
+    assert without == rows(lower(program, reduce=True, step=True))
+
+
+def test_asynchronous_updates_are_not_gathered():
+    with pytest.raises(ValueError, match="its updates cannot be divided"):
+        lower(build("pipedream", 2, 3), reduce=True, step=True, gather=True)
+
+
 def test_sends_of_an_overlapped_pair_come_after_the_pair():
     text = "0F0,(0F1;0B0)OVERLAP_F_B,0B1\n1F0,1B0,1F1,1B1\n"
     lowered = lower(from_csv(text), reduce=False, step=False)

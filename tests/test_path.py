@@ -13,7 +13,7 @@ from virtual import MS, START, last_step
 from engine.plan.actions import Program
 from engine.plan.schedules import build
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Span, Timeline
-from engine.report.path import CAUSES, Link, by_cause, critical_path
+from engine.report.path import CAUSES, Link, by_cause, critical_path, name_of
 
 
 @given(steps())
@@ -63,6 +63,10 @@ def test_the_path_passes_through_what_is_slow() -> None:
     assert by_cause(critical_path(loader, 4))["data"] >= 90 * MS
     reduction = last_step(GPIPE, 2, reduce=lambda stage: 30 * MS if stage == 0 else 0)
     assert by_cause(critical_path(reduction, 4))["reduce"] == 30 * MS
+    gathering = last_step(GPIPE, 2, gather=lambda stage: 30 * MS if stage == 0 else 0, reduce=lambda stage: 0)
+    path = critical_path(gathering, 4)
+    assert by_cause(path)["reduce"] == 30 * MS
+    assert "gathering stage 0" in [name_of(link, gathering) for link in path]
 
 
 def test_a_slow_replica_is_where_the_path_is() -> None:

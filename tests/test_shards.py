@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import ADAM, SGD, Ran, plain, run_threads, settings
 
+from engine.collectives.division import DIVISIONS
+from engine.plan.actions import Action, Op
+from engine.plan.timeline import Kind
+from engine.run import write_plan
 from engine.runtime.prepare import prepare
-from engine.settings import AllReduce, Eval, Settings
+from engine.settings import DIVIDED, AllReduce, Eval, Settings
 
 MLP = {"_target_": "toys.mlp", "loss": {"_target_": "toys.TokenLoss"}}
 
@@ -72,6 +78,33 @@ def test_servers_train_as_an_all_reduce_does(schedule: str, replicas: int, name:
     wanted = settings(schedule, 2, 4, replicas=replicas, model=MLP, optimizer=ADAM, eval=Eval(every=2))
     served = run_threads(replace(wanted, allreduce=AllReduce(name, bucket_bytes=2000)))
     same(served, run_threads(wanted), bitwise=replicas == 2)
+
+
+@pytest.mark.parametrize("allreduce", ["ring", *DIVISIONS])
+def test_the_program_lists_what_is_gathered_and_the_trace_shows_it(allreduce: str, tmp_path: Path) -> None:
+    """A GATHER of every stage behind each STEP, in the step of a replica without samples too; it is awaited, and so
+    recorded, in the step after."""
+    wanted = settings("zb_v", 2, 4, replicas=2, steps=3, model=MLP, allreduce=AllReduce(allreduce))
+    ran = run_threads(replace(wanted, shard_optimizer=allreduce == "ring"))
+    for program in ran.job.steps.values():
+        for rank, row in enumerate(program.rows):
+            tail = [Action.unpack(code) for code in row[-3:]]
+            stages = ran.job.placement.stages_of(rank)
+            assert tail == [Action(stages[0], Op.STEP), *(Action(stage, Op.GATHER) for stage in stages)]
+    for record in ran.of("step"):
+        kinds, stages = record.arrays["spans"][:, 0], record.arrays["spans"][:, 1]
+        own = [] if record.meta["step"] == 0 else ran.job.placement.stages_of(record.meta["rank"] % 2)
+        assert sorted(stages[kinds == Kind.GATHER]) == sorted(stages[kinds == Kind.WAIT_GATHER]) == own
+    write_plan(ran.job.settings, ran.job.compute, tmp_path)
+    lowered = json.loads((tmp_path / "plan.json").read_text())["lowered"]
+    assert ["".join(row[-2:]) for row in lowered] == ["0GATHER3GATHER", "1GATHER2GATHER"]
+
+
+def test_without_division_nothing_is_gathered() -> None:
+    assert set(DIVIDED) == set(DIVISIONS)
+    ran = run_threads(settings("1f1b", 2, 4, replicas=2, steps=2, model=MLP))
+    assert not any(Op.GATHER in {Action.unpack(c).op for c in row} for p in ran.job.steps.values() for row in p.rows)
+    assert not any({Kind.GATHER, Kind.WAIT_GATHER} & set(r.arrays["spans"][:, 0].tolist()) for r in ran.of("step"))
 
 
 def test_a_server_updates_whole_parameters() -> None:

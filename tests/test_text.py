@@ -18,10 +18,10 @@ from engine.plan.text import cells, from_csv, parse_action, parse_cell, to_csv
 from engine.plan.timeline import Kind, Span, Timeline
 from engine.plan.verify import verify
 
-with_microbatch = st.sampled_from([op for op in Op if op is not Op.REDUCE])
+with_microbatch = st.sampled_from([op for op in Op if op not in (Op.REDUCE, Op.GATHER)])
 actions = st.one_of(
     st.tuples(st.integers(0, 2**23 - 1), with_microbatch, st.integers(0, 2**32 - 2)).map(lambda a: Action(*a)),
-    st.tuples(st.integers(0, 99), st.sampled_from([Op.REDUCE, Op.STEP])).map(lambda a: Action(*a)),
+    st.tuples(st.integers(0, 99), st.sampled_from([Op.REDUCE, Op.STEP, Op.GATHER])).map(lambda a: Action(*a)),
 )
 
 
@@ -31,7 +31,7 @@ def test_an_action_survives_printing(action):
     assert parse_cell(f" {action} ") == (action,)
 
 
-@given(actions.filter(lambda a: a.op is not Op.STEP))
+@given(actions.filter(lambda a: a.op not in (Op.STEP, Op.GATHER)))
 def test_torch_reads_our_actions_and_we_read_its(action):
     theirs = peer._Action.from_str(str(action))
     assert str(theirs) == str(action)
@@ -94,7 +94,7 @@ def test_a_refusal_says_where_in_the_file():
 
 @given(st.one_of(scheduled(), executed()), st.booleans())
 def test_a_program_survives_csv(program, lowered):
-    program = lower(program, reduce=True, step=True) if lowered else program
+    program = lower(program, reduce=True, step=True, gather=True) if lowered else program
     assert from_csv(to_csv(program), program.placement, program.name) == program
 
 
@@ -123,9 +123,10 @@ def test_programs_without_a_placement_are_refused(text, complaint):
 
 
 def test_exports_for_torch_leave_out_what_torch_has_not():
-    lowered = lower(build("gpipe", 2, 1), reduce=True, step=True)
-    assert "STEP" not in to_csv(lowered, for_torch=True)
-    assert "STEP" in to_csv(lowered)
+    lowered = lower(build("gpipe", 2, 1), reduce=True, step=True, gather=True)
+    for word in ("STEP", "GATHER"):
+        assert word not in to_csv(lowered, for_torch=True)
+        assert word in to_csv(lowered)
     placement = Placement(2, ((0, 1), (1, 0)), (0, 1))
     both = from_csv("0F0,1F1\n1F0,0F1\n", placement)
     with pytest.raises(ValueError, match="keeps 2 copies of each stage"):

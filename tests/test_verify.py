@@ -30,7 +30,7 @@ def runs(program: Program) -> bool:
     if not all(paired(row) for row in rows):
         return False
     listed = Counter(a._replace(fused=False) for row in rows for a in row)
-    tail = {a for a in listed if a.op in (Op.REDUCE, Op.STEP)}
+    tail = {a for a in listed if a.op in (Op.REDUCE, Op.STEP, Op.GATHER)}
     if {a: n for a, n in listed.items() if a not in tail} != dict(whole(program, listed)):
         return False
     return tail_whole(program, rows) and Interpreter(program, rows).ends()
@@ -61,8 +61,8 @@ def whole(program: Program, listed: Counter[Action]) -> Counter[Action]:
 
 
 def tail_whole(program: Program, rows: list[list[Action]]) -> bool:
-    """REDUCE on no stage or on every one, STEP on no rank or on every one; where needed, in its place."""
-    for op in (Op.REDUCE, Op.STEP):
+    """REDUCE and GATHER on no stage or on every one, STEP on no rank or on every one; where needed, in its place."""
+    for op in (Op.REDUCE, Op.STEP, Op.GATHER):
         found = [(r, k, a) for r, row in enumerate(rows) for k, a in enumerate(row) if a.op is op]
         if not found:
             continue
@@ -71,9 +71,13 @@ def tail_whole(program: Program, rows: list[list[Action]]) -> bool:
             later = ((rows[r][k:], (a.stage,)) for r, k, a in found)
             early = any(b.op in (Op.B, Op.W) and b.stage in stages for rest, stages in later for b in rest)
             have = [(r, a.stage) for r, _, a in found]
+        elif op is Op.GATHER:
+            wanted = [(r, s) for r in range(program.ranks) for s in program.placement.stages_of(r)]
+            early = any(not any(b.op is Op.STEP for b in rows[r][:k]) for r, k, _ in found)
+            have = [(r, a.stage) for r, _, a in found]
         else:
             wanted = [r for r in range(program.ranks) if program.placement.stages_of(r)]
-            early = any(k + 1 < len(rows[r]) for r, k, _ in found)
+            early = any(b.op is not Op.GATHER for r, k, _ in found for b in rows[r][k + 1 :])
             have = [r for r, _, a in found if a.stage in program.placement.stages_of(r)]
         untrained = not any(a.op in (Op.B, Op.W) for row in rows for a in row)
         if early or untrained or any(a.microbatch >= 0 for _, _, a in found) or sorted(have) != sorted(wanted):
@@ -106,7 +110,7 @@ class Interpreter:
 
     def execute(self, rank: int, a: Action) -> bool | None:
         """True: done. False: it must not be here. None: it waits."""
-        if a.op in (Op.REDUCE, Op.STEP):
+        if a.op in (Op.REDUCE, Op.STEP, Op.GATHER):
             return True
         if self.place.rank(a.stage, a.microbatch) != rank:
             return False
@@ -163,7 +167,8 @@ class Interpreter:
 
 
 def forms(program: Program) -> list[Program]:
-    return [program, *(lower(program, reduce=r, step=s) for r in (False, True) for s in (False, True))]
+    half = [lower(program, reduce=r, step=s) for r in (False, True) for s in (False, True)]
+    return [program, *half, lower(program, reduce=True, step=True, gather=True)]
 
 
 @given(st.one_of(scheduled(), executed()))
@@ -203,7 +208,7 @@ def arrow_points_at(message: str) -> str:
     return lines[arrow - 1][lines[arrow].index("^") :].split()[0].rstrip("&")
 
 
-@given(st.one_of(scheduled(), executed()), st.integers(0, 4), st.integers(0, 2**32), st.integers(1, 2))
+@given(st.one_of(scheduled(), executed()), st.integers(0, 5), st.integers(0, 2**32), st.integers(1, 2))
 def test_a_mutation_is_rejected_by_name_or_equivalent(program, form, seed, times):
     rng = random.Random(seed)
     mutant = forms(program)[form]
@@ -262,6 +267,11 @@ def parse(text: str, ranks: int = 2) -> Program:
         ("0F0,0B0,0REDUCE_GRAD\n1F0,1B0", "1B0", "1REDUCE_GRAD", "1B0 lacks 1REDUCE_GRAD"),
         ("0F0,0B0,0REDUCE_GRAD\n1F0,1REDUCE_GRAD,1B0", "1REDUCE_GRAD", "1B0", "before the gradients are complete"),
         ("0F0,0REDUCE_GRAD\n1F0", "0REDUCE_GRAD", "no backward", "no gradients to work on"),
+        ("0F0,0B0,0STEP,0GATHER\n1F0,1B0,1STEP", "1STEP", "1GATHER", "1STEP lacks 1GATHER after it, on rank 1"),
+        ("0F0,0B0,0GATHER,0STEP\n1F0,1B0,1STEP,1GATHER", "0GATHER", "0STEP", "before the parameters are updated"),
+        ("0F0,0B0,0GATHER\n1F0,1B0,1GATHER", "0GATHER", "STEP", "it needs STEP"),
+        ("0F0,0B0,0STEP,0GATHER,0GATHER\n1F0,1B0,1STEP,1GATHER", "0GATHER", "0GATHER", "one too many"),
+        ("0F0,0B0,0STEP0,0GATHER\n1F0,1B0,1STEP0", "0GATHER", "its versions", "updates are asynchronous"),
         ("0F0,0B0,2F0\n1F0,1B0", "2F0", "2 stages x 1 micro-batches", "not an action of a program of 2 stages"),
         ("0F0,0B0,0STEP0\n1F0,1B0", "1B0", "1STEP0", "1B0 lacks 1STEP0 after it, on rank 1"),
         ("0F0,0B0,0STEP0\n1F0,1B0,1STEP", "1STEP", "2 stages x 1 micro-batches", "not an action of a program"),

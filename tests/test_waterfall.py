@@ -58,6 +58,7 @@ def steps(draw: st.DrawFn) -> tuple[Program, int, Timeline]:
             update=int(drawn.integers(0, MS)),
             count=int(drawn.integers(0, MS)),
             norm=int(drawn.integers(1, MS)) if seed % 2 else None,
+            gather=(lambda _: int(drawn.integers(1, 9 * MS))) if replicas > 1 and seed % 3 else None,
             between=int(drawn.integers(0, MS // 10)),
         ).timelines()[-1],
     )
@@ -76,9 +77,10 @@ def test_bars_add_up_to_the_measured_time_exactly(step: tuple[Program, int, Time
 def test_without_an_interpreter_nothing_is_left(name: str, replicas: int) -> None:
     """What was switched on is all there was: the replay comes to the measured time by itself."""
     program = build(name, 4, 8)
-    found = bars(program, replicas, norm=MS // 4, count=MS // 8)
+    gather = (lambda stage: MS) if replicas > 1 else None
+    found = bars(program, replicas, norm=MS // 4, count=MS // 8, gather=gather)
     assert abs(found["rest"]) <= 0.005 * sum(found.values())
-    with_interpreter = bars(program, replicas, norm=MS // 4, count=MS // 8, between=MS // 20)
+    with_interpreter = bars(program, replicas, norm=MS // 4, count=MS // 8, gather=gather, between=MS // 20)
     assert with_interpreter["rest"] > 0
 
 
@@ -130,6 +132,7 @@ INJECTED: dict[str, tuple[dict[str, Any], str, float, dict[str, float]]] = {
     ),
     "a slow loader": ({"load": 60 * MS}, "data", 60 * MS - 22 * MS, {}),
     "a slow reduction": ({"reduce": lambda stage: 30 * MS if stage == 0 else MS}, "reduce", 29 * MS, {}),
+    "a slow gathering": ({"gather": lambda stage: 30 * MS if stage == 0 else 0}, "reduce", 30 * MS, {}),
     "a slow replica": (
         {"action": costs(replica=1, slower=1.5)},
         "reduce",
@@ -163,6 +166,11 @@ EXACT: dict[str, tuple[Callable[[int], dict[str, Any]], Callable[[int], dict[str
     "a link": (lambda ns: {"link": lambda a, b: ns * ({a % 4, b % 4} == {1, 2})}, lambda ns: {"transfer": 2 * ns}),
     "the loader": (lambda ns: {"load": ns}, lambda ns: {"data": max(0, ns - BUBBLE)}),
     "a reduction": (lambda ns: {"reduce": lambda stage: ns * (stage == 0)}, lambda ns: {"reduce": ns}),
+    "a gathering": (lambda ns: {"gather": lambda stage: ns * (stage == 0)}, lambda ns: {"reduce": ns}),
+    "a gathering that the warm-up hides": (
+        lambda ns: {"gather": lambda stage: ns * (stage == 3)},
+        lambda ns: {"reduce": max(0, ns - 3 * FORWARD - 3 * BACKWARD)},
+    ),
     "a replica": (
         lambda ns: {"action": lambda rank, op, *_: (FORWARD if op is Op.F else BACKWARD) + ns * (rank >= 4)},
         lambda ns: {"reduce": 2 * 11 * ns},

@@ -25,8 +25,9 @@ Walk = Generator[Hashable, int, None]
 @dataclass
 class Virtual:
     """Nanoseconds. `action(world rank, op, stage, micro-batch, step)`, `link(source, destination)` in world ranks,
-    `reduce(stage)` once all have begun; `load` per batch on the first and the last stage's rank; `norm` None: no norms
-    are exchanged; `between` after each action: the interpreter."""
+    `reduce(stage)` once all have begun, and `gather(stage)` where the optimizer is divided; `load` per batch
+    on the first and the last stage's rank; `norm` None: no norms are exchanged; `between` after each action:
+    the interpreter."""
 
     program: Program
     replicas: int = 1
@@ -34,6 +35,7 @@ class Virtual:
     action: Callable[[int, Op, int, int, int], int] = lambda rank, op, stage, microbatch, step: (2 + 2 * (op > 0)) * MS
     link: Callable[[int, int], int] = lambda source, destination: MS // 5
     reduce: Callable[[int], int] = lambda stage: MS
+    gather: Callable[[int], int] | None = None
     load: int = MS // 2
     update: int = MS
     count: int = 0
@@ -87,7 +89,9 @@ class Virtual:
         ends = [self.program.placement.rank(stage) == own for stage in (0, self.program.stages - 1)]
         self.facts["begin", step, rank] = clock
         loading, counting = any(ends), self.replicas > 1 and ends[1]
-        for action in lower(self.program, reduce=self.replicas > 1, step=True).actions(own):
+        unused = set(self.program.placement.stages_of(own)) if self.gather and step else set()
+        row = lower(self.program, reduce=self.replicas > 1, step=True, gather=self.gather is not None).actions(own)
+        for action in row:
             op, stage, microbatch = action.op, action.stage, action.microbatch
             if op in (Op.F, Op.B, Op.I, Op.W):
                 source = self._source(op, stage, microbatch, own)
@@ -104,6 +108,11 @@ class Virtual:
                         begun = yield ("begin", step, other * self.program.ranks + own)
                         clock = max(clock, begun + self.count)
                     add(Span(rank, Kind.WAIT_COUNT, -1, -1, began, clock))
+                if stage in unused:
+                    began = clock
+                    unused.discard(stage)
+                    clock = max(clock, (yield ("gathered", step - 1, rank, stage)))
+                    add(Span(rank, Kind.WAIT_GATHER, stage, -1, began, clock))
                 lasts = self.action(rank, op, stage, microbatch, step)
                 add(Span(rank, Kind(int(op)), stage, microbatch, clock, clock + lasts))
                 clock += lasts
@@ -115,6 +124,8 @@ class Virtual:
                 add(Span(rank, Kind(int(op)), stage, microbatch, clock, clock))
             elif op is Op.REDUCE:
                 self.facts["launch", step, rank, stage] = clock
+            elif op is Op.GATHER:
+                self.facts["updated", step, rank, stage] = clock
             elif op is Op.STEP:
                 clock = yield from self._end(rank, step, clock)
             clock += self.between
@@ -158,6 +169,15 @@ class Virtual:
                 clock += self.reduce(stage)
                 self.facts["reduced", step, rank, stage] = clock
                 self.spans[step].append(Span(rank, Kind.REDUCE, stage, -1, began, clock))
+            for stage in self.program.placement.stages_of(rank % ranks) if self.gather else ():
+                began = clock = max(clock, (yield ("updated", step, rank, stage)))
+                self.facts["gathering", step, rank, stage] = began
+                for replica in range(self.replicas):
+                    clock = max(clock, (yield ("gathering", step, replica * ranks + rank % ranks, stage)))
+                clock += self.gather(stage)
+                self.facts["gathered", step, rank, stage] = clock
+                if step + 1 < self.steps:
+                    self.spans[step + 1].append(Span(rank, Kind.GATHER, stage, -1, began, clock))
 
 
 def last_step(program: Program, replicas: int = 1, **parts: Any) -> Timeline:

@@ -4,7 +4,7 @@
 
     REDUCE       combine          a member gets the sum of the gradients that it owns
     STEP         the optimizer    updates the parameters that it owns, in place
-    gather()     spread           everybody gets all parameters; waited for by the stage's next forward
+    GATHER       spread           everybody gets all parameters; waited for by the stage's next forward
 
 What the optimizer is given are pieces: parameters that this member owns, or the flat part of one that lies in its
 shard. An update that treats every element by itself gives each the number that it would have without shards.

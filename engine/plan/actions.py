@@ -23,7 +23,10 @@ Row = npt.NDArray[np.int64]
 
 
 class Op(IntEnum):
-    """What an action does. F forward, B full backward, I input-gradient half, W weight-gradient half (B = I then W)."""
+    """What an action does. F forward, B full backward, I input-gradient half, W weight-gradient half (B = I then W).
+
+    GATHER: the members of a stage exchange the parameters that each has updated, where the optimizer is divided.
+    """
 
     F = 0
     B = 1
@@ -35,6 +38,7 @@ class Op(IntEnum):
     RECV_B = 7
     REDUCE = 8
     STEP = 9
+    GATHER = 10
 
 
 COMPUTE = (Op.F, Op.B, Op.I, Op.W)
@@ -46,7 +50,7 @@ _FUSED = 1 << 55
 
 
 class Action(NamedTuple):
-    """One entry of a program. `microbatch` is -1 where there is none (a synchronous REDUCE or STEP).
+    """One entry of a program. `microbatch` is -1 where there is none (REDUCE, GATHER, a synchronous STEP).
 
     `fused` marks the first of an overlapped pair: it and the next action of its row are one visible action.
     """

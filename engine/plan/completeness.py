@@ -42,7 +42,7 @@ def in_range(flat: Flat) -> None:
 
 
 def placed(flat: Flat) -> None:
-    """Every action stands on the rank of its stage; REDUCE and STEP on one that holds the stage."""
+    """Every action stands on the rank of its stage; REDUCE, STEP and GATHER on one that holds the stage."""
     alone = flat.microbatch < 0
     home = flat.home[flat.stage, np.maximum(flat.microbatch, 0)]
     wrong = ~alone & (home != flat.rank)

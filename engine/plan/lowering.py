@@ -2,7 +2,9 @@
 
 Where each added action stands in a row (u: one computation, or an overlapped pair):
 
-    RECV for u+1 | u | SEND of u | REDUCE after the last u of a stage (later stages first) | ... | STEP at the end
+    RECV for u+1 | u | SEND of u | REDUCE after the last u of a stage (later stages first) | ... | STEP | GATHER
+
+STEP and GATHER stand at the end. The first stages, which are needed first, are gathered first.
 
 In an asynchronous program REDUCE and STEP of an update follow the SEND of its last backward.
 
@@ -23,7 +25,7 @@ from engine.plan.actions import COMPUTE, NO_MICROBATCH, Op, Program, Row, pack
 from engine.plan.dependencies import Flat
 
 Channel = tuple[int, int, str]
-_POST, _COMPUTE, _SEND, _REDUCE, _STEP = range(5)  # order within one unit of a row
+_POST, _COMPUTE, _SEND, _REDUCE, _STEP, _GATHER = range(6)  # order within one unit of a row
 
 
 class _Items(NamedTuple):
@@ -36,16 +38,23 @@ class _Items(NamedTuple):
     turn: Row
 
 
-def lower(program: Program, reduce: bool, step: bool) -> Program:
-    """Add SEND and RECV between ranks, REDUCE after each stage's last backward, and STEP at the end of each row.
+def lower(program: Program, reduce: bool, step: bool, gather: bool = False) -> Program:
+    """Add SEND and RECV between ranks, REDUCE after each stage's last backward, and STEP at the end of each row; with
+    `gather` also a GATHER of each stage behind that.
 
     `program` lists computations; where it is asynchronous also the STEPs of its updates: these stay, each with a REDUCE
-    before it. Raises ValueError where it lists more. `step=False` leaves out every STEP.
+    before it. Raises ValueError where it lists more, and for `gather` where it is asynchronous. `step=False` leaves out
+    every STEP.
     """
     flat = Flat(program)
     compute, updates = flat.having(*COMPUTE), np.flatnonzero(flat.having(Op.STEP) & (flat.microbatch >= 0))
     if compute.sum() + len(updates) < len(flat):
         raise ValueError(f"program {program.name} is lowered already: it lists more than computations")
+    if gather and len(updates):
+        raise ValueError(
+            f"program {program.name} is asynchronous: its updates cannot be divided and gathered; use a synchronous "
+            "schedule, or leave out shard_optimizer and parameter servers"
+        )
     second = np.zeros(len(flat), dtype=np.bool_)
     second[1:] = flat.fused[:-1]
     unit: Row = np.cumsum(compute & ~second, dtype=np.int64)  # an update belongs to the computation before it
@@ -56,6 +65,10 @@ def lower(program: Program, reduce: bool, step: bool) -> Program:
         parts.append(_of_updates(flat, unit, updates, _REDUCE) if len(updates) else _reductions(flat, unit))
     if step:
         parts.append(_of_updates(flat, unit, updates, _STEP) if len(updates) else _steps(program, len(flat)))
+    if gather:
+        rank, stage = np.array(program.placement.homes, dtype=np.int64).T
+        after = np.full(len(rank), len(flat) + 1)
+        parts.append(_items(pack(Op.GATHER, stage, NO_MICROBATCH), rank, after, _GATHER, stage))
     merged = _Items(*map(np.concatenate, zip(*parts, strict=True)))
     order = np.lexsort((merged.turn, merged.phase, merged.unit, merged.rank))
     ends = np.searchsorted(merged.rank[order], np.arange(1, program.ranks))

@@ -14,19 +14,24 @@ import numpy as np
 
 from engine.plan.actions import COMPUTE, NAMES, NO_MICROBATCH, Action, Op, Placement, Program, Row, unpack
 
-_ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|STEP|UNSHARD|RESHARD|F|B|I|W)(\d*)", re.ASCII)
+_ACTION = re.compile(
+    r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|STEP|GATHER|UNSHARD|RESHARD|F|B|I|W)(\d*)", re.ASCII
+)
 _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 _SHARDING = ("UNSHARD", "RESHARD")  # torch lists them for FSDP whether or not a stage is sharded; nothing to do here
+_ALONE = (Op.REDUCE, Op.GATHER)  # never with a micro-batch; STEP may have one
+_OURS = (Op.STEP, Op.GATHER)  # torch knows neither
 _MAX_STAGE, _MAX_MICROBATCH = 2**23 - 1, 2**32 - 2  # what a packed action holds
 
 
 def parse_action(text: str) -> Action:
-    """`2F0`, `1SEND_F3`, `0REDUCE_GRAD`, `0STEP`, `0STEP3`. Raises ValueError for anything else, a pair included."""
+    """`2F0`, `1SEND_F3`, `0REDUCE_GRAD`, `0STEP`, `0STEP3`, `0GATHER`. Raises ValueError for all else, a pair
+    included."""
     match = _ACTION.fullmatch(text.strip())
     if match is None or match[2] in _SHARDING:
         raise ValueError(f"{text!r} is not an action; expected stage, operation, micro-batch as in 2F0 or 1SEND_F3")
     op = Op(NAMES.index(match[2]))
-    if bool(match[3]) != (op is not Op.REDUCE) and op is not Op.STEP:
+    if bool(match[3]) != (op not in _ALONE) and op is not Op.STEP:
         raise ValueError(f"{text!r} is not an action: {match[2]} takes {'no' if match[3] else 'a'} micro-batch")
     stage, microbatch = int(match[1]), int(match[3]) if match[3] else NO_MICROBATCH
     if stage > _MAX_STAGE or microbatch > _MAX_MICROBATCH:
@@ -62,13 +67,13 @@ def _cells(row: Row) -> list[str]:
 
 
 def to_csv(program: Program, for_torch: bool = False) -> str:
-    """One line per rank. `for_torch` leaves out STEP, and refuses programs that torch cannot express."""
+    """One line per rank. `for_torch` leaves out STEP and GATHER, and refuses programs that torch cannot express."""
     if for_torch and program.placement.copies > 1:
         raise ValueError(
             f"{program.name} cannot be exported for torch.distributed.pipelining: it keeps {program.placement.copies} "
             "copies of each stage, and there a stage lives on one rank"
         )
-    rows = (row[unpack(row).op != Op.STEP] if for_torch else row for row in program.rows)
+    rows = (row[~np.isin(unpack(row).op, _OURS)] if for_torch else row for row in program.rows)
     return "".join(",".join(_cells(row)) + "\n" for row in rows)
 
 

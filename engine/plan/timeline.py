@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 
 class Kind(IntEnum):
-    """What a span is. The first ten values equal `Op`'s."""
+    """What a span is. The first eleven values equal `Op`'s."""
 
     F = 0
     B = 1
@@ -28,16 +28,19 @@ class Kind(IntEnum):
     RECV_B = 7
     REDUCE = 8  # of a bucket of a stage's gradients, over its copies; in the background: may overlap others
     STEP = 9  # clip, optimizer step, zeroing: the account's "optimizer"
+    GATHER = 10  # of a stage's parameters from those that updated them; in the background, recorded where it is awaited
     WAIT_F = 16  # waiting for the activation that F(stage, microbatch) needs
     WAIT_B = 17  # waiting for the gradient that B or I (stage, microbatch) needs
     WAIT_REDUCE = 18  # waiting at STEP for a stage's reduction
     WAIT_NORM = 19  # waiting at STEP for the other ranks' gradient norms
     WAIT_DATA = 20  # waiting for the loader, or for a batch's copy to the device
     WAIT_COUNT = 21  # waiting for what the other last ranks counted, before the first backward
+    WAIT_GATHER = 23  # waiting before a stage's first forward for its parameters
     QUEUED = 22  # start: a bucket's last gradient was there; end: its reduction began; in the background
 
 
 COMPUTE_KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
+BEHIND = (Kind.REDUCE, Kind.GATHER)  # in the background, by a thread of their own
 
 
 class Span(NamedTuple):

@@ -50,6 +50,7 @@ def verify(program: Program, ascending: bool = True) -> None:
     else:
         _reductions(flat)
         _steps(flat)
+    _gathers(flat)
     _channels(flat)
     _progress(flat, waits)
 
@@ -120,7 +121,7 @@ def _reductions(flat: Flat) -> None:
 
 
 def _steps(flat: Flat) -> None:
-    """STEP: none at all, or one as the last action of every rank that has a stage."""
+    """STEP: none at all, or one on every rank that has a stage, with nothing but GATHERs behind it."""
     steps = {rank: index for (rank, _), index in _one_each(flat, Op.STEP, by_stage=False).items()}
     if not steps:
         return
@@ -128,6 +129,8 @@ def _steps(flat: Flat) -> None:
         _without_backward(flat, min(steps.values()))
     for rank in sorted({rank for rank, _ in flat.program.placement.homes}):
         end = int(flat.offsets[rank + 1]) - 1
+        while end >= flat.offsets[rank] and flat.op[end] == Op.GATHER:
+            end -= 1
         empty = end < flat.offsets[rank]
         after = "row" if empty else flat.action(end)
         if rank not in steps:
@@ -135,6 +138,26 @@ def _steps(flat: Flat) -> None:
         if steps[rank] != end:
             step = flat.action(steps[rank])
             refuse(flat, steps[rank], step, after, f"{step} must be the last of its rank, but {after} comes after it")
+
+
+def _gathers(flat: Flat) -> None:
+    """GATHER: none at all, or one for every stage on a rank, after the rank's STEP."""
+    gathers = _one_each(flat, Op.GATHER)
+    if gathers and flat.program.asynchronous:
+        at = min(gathers.values())
+        action = flat.action(at)
+        refuse(
+            flat, at, action, "its versions", f"{action} would mix versions of the weights: updates are asynchronous"
+        )
+    steps = {int(flat.rank[at]): at for at in np.flatnonzero(flat.having(Op.STEP)).tolist()}
+    for rank, stage in flat.program.placement.homes if gathers else ():
+        gather, index, step = Action(stage, Op.GATHER), gathers.get((rank, stage)), steps.get(rank)
+        if index is None:
+            before = "rank" if step is None else flat.action(step)
+            refuse(flat, step, before, gather, f"{before} lacks {gather} after it, on rank {rank}")
+        if step is None or index < step:
+            before = "STEP" if step is None else flat.action(step)
+            refuse(flat, index, gather, before, f"{gather} comes before the parameters are updated: it needs {before}")
 
 
 def _without_backward(flat: Flat, at: int) -> None:

@@ -18,7 +18,7 @@ from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
 
 Ints = npt.NDArray[np.int64]
 
-_WAITS = (Kind.WAIT_REDUCE, Kind.WAIT_COUNT)
+_WAITS = (Kind.WAIT_REDUCE, Kind.WAIT_GATHER, Kind.WAIT_COUNT)
 _COMPLETE = (Kind.B, Kind.W)  # with the last of these the gradients of a stage are there
 
 
@@ -29,15 +29,14 @@ def barrier(timeline: Timeline, ranks: int) -> Ints:
     """
     found = np.zeros((timeline.ranks, 2), dtype=np.int64)
     replica, begun = timeline.rank // ranks, timeline.windows[:, 0].astype(np.int64)
-    holding = np.isin(timeline.kind, (*COMPUTE_KINDS, Kind.REDUCE))
+    holding = np.isin(timeline.kind, (*COMPUTE_KINDS, Kind.REDUCE, Kind.GATHER))
     for at in np.flatnonzero(np.isin(timeline.kind, _WAITS)).tolist():
         rank, stage = int(timeline.rank[at]), timeline.stage[at]
         same = timeline.stage == stage if stage >= 0 else timeline.rank % ranks == rank % ranks
         complete = same & np.isin(timeline.kind, _COMPLETE)
-        own = timeline.end[complete & (timeline.rank == rank)].max(initial=begun[rank])
         others = same & holding & (replica != replica[at])
         ready = begun[timeline.rank[others]].max(initial=np.iinfo(np.int64).min)
-        if timeline.kind[at] == Kind.WAIT_REDUCE and timeline.start[at] >= own:
+        if timeline.kind[at] == Kind.WAIT_REDUCE:
             ready = max(ready, timeline.end[complete & others].max(initial=ready))
         start, end = max(int(timeline.start[at]), int(begun[rank])), int(timeline.end[at])
         cut = min(max(start, int(ready)), end)

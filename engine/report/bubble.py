@@ -5,7 +5,7 @@ Each moment of a rank's window belongs to the first of these that matches:
     compute     inside F, B, I, W
     optimizer   clip, step, zeroing (STEP)
     data        a batch awaited
-    reduce      something awaited from other copies of a stage: its reduction, or what they counted
+    reduce      something awaited from other copies of a stage: its reduction, what they counted, what they updated
     fill        a message awaited before the step's first compute
     drain       nothing to compute any more; also the other ranks' norms awaited
     stall       another message awaited that its sender had not issued yet
@@ -37,10 +37,11 @@ _CLASS_OF: dict[Kind, int] = dict.fromkeys(COMPUTE_KINDS, _COMPUTE) | {
     Kind.STEP: _OPTIMIZER,
     Kind.WAIT_DATA: _DATA,
     Kind.WAIT_REDUCE: _REDUCE,
+    Kind.WAIT_GATHER: _REDUCE,
     Kind.WAIT_COUNT: _REDUCE,
     Kind.WAIT_NORM: _DRAIN,
 }
-_NONE = -1  # spans that have no class by their kind: messages, and reductions in the background
+_NONE = -1  # spans that have no class by their kind: messages, and what goes on in the background
 _CLASS = np.full(max(Kind) + 1, _NONE)
 for _kind, _class in _CLASS_OF.items():
     _CLASS[_kind] = _class

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
+from engine.plan.timeline import BEHIND, COMPUTE_KINDS, Kind, Timeline
 from engine.report.palette import COLOURS, INK, PAPER, QUIET, WORDS
 from engine.report.path import Link
 
@@ -126,7 +126,7 @@ class _Canvas:
         self.pen.text((self.left - 10, top + height / 2), text, INK, font(min(12, height)), anchor="rm")
 
     def _blocks(self, timeline: Timeline, left: Any, right: Any, rows: int, height: int) -> None:
-        """Blocks of at least a pixel; a reduction runs behind the others and gets a strip at the bottom of its row."""
+        """Blocks of at least a pixel; what runs behind the others gets a strip at the bottom of its row."""
         small = font(min(12, height * 0.55))
         columns = (timeline.rank, timeline.kind, timeline.microbatch, left, right, _parts(timeline))
         gap = 1 if height >= 12 else 0
@@ -135,7 +135,7 @@ class _Canvas:
             if colour is None or b < self.left or a > self.right:
                 continue
             top, bottom = rows + rank * height + gap, rows + (rank + 1) * height - 1 - gap
-            if number == Kind.REDUCE:
+            if number in BEHIND:
                 top = bottom - max(1, height // 7)
             elif part != _ALL:
                 top, bottom = (top, (top + bottom) // 2) if part == _UPPER else ((top + bottom) // 2 + 1, bottom)

@@ -25,14 +25,16 @@ class Observed:
     """`duration`, `delay` [R, n]: computations rank after rank, each rank's in its order; `delay` is what the message
     that one needs was under way. `loaded` [W, 2]: waiting for data at the step's beginning, and within the rank's
     first wait for a message. What ranks do together counts from when the last of them has begun it: `reduce` [S] of a
-    stage's gradients, `count` of what was counted, `norm` [R] of the gradients' norm. `step` [W]: the optimizer.
-    `time`: from when the last rank had ended the step before to when the last one has ended this one.
+    stage's gradients, `gather` [S] of its parameters, `count` of what was counted, `norm` [R] of the gradients'
+    norm. `step` [W]: the optimizer. `time`: from when the last rank had ended the step before to when
+    the last one has ended this one.
     """
 
     duration: Ints
     delay: Ints
     loaded: Ints
     reduce: Ints
+    gather: Ints
     count: int
     norm: Ints
     step: Ints
@@ -53,6 +55,7 @@ def observe(timeline: Timeline, program: Program, passes: int = 1) -> Observed |
         delay=_delays(timeline, program.ranks, order).reshape(replicas, -1),
         loaded=_loaded(timeline),
         reduce=_reductions(timeline, program.stages),
+        gather=_together(timeline, Kind.GATHER, timeline.stage, program.stages),
         count=_counting(timeline),
         norm=_together(timeline, Kind.WAIT_NORM, timeline.rank // program.ranks, replicas),
         step=_summed(timeline, Kind.STEP),

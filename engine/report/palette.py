@@ -1,6 +1,7 @@
 """Colours and words of what stands on a timeline, for the picture and for the tab in TensorBoard.
 
-Colours are Okabe and Ito's ("Color Universal Design", 2008), which stay apart for colour-blind readers.
+Colours are Okabe and Ito's ("Color Universal Design", 2008), which stay apart for colour-blind readers; olive is
+Paul Tol's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ COLOURS: dict[Kind, Colour] = {
     Kind.W: (0, 158, 115),  # bluish green
     Kind.STEP: (204, 121, 167),  # reddish purple
     Kind.REDUCE: (213, 94, 0),  # vermillion
+    Kind.GATHER: (153, 153, 51),  # olive
     Kind.WAIT_DATA: (240, 228, 66),  # yellow
 }
 WORDS = {
@@ -26,6 +28,7 @@ WORDS = {
     Kind.W: "weight-gradient half",
     Kind.STEP: "optimizer step",
     Kind.REDUCE: "reduction (behind)",
+    Kind.GATHER: "gathering (behind)",
     Kind.WAIT_DATA: "waiting for data",
 }
 # The names of the account. What is also a kind has that kind's colour; waits for messages are shades apart from them.

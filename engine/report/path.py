@@ -5,7 +5,7 @@ moment was decided:
 
     computing, updating, loading    on the same rank, when it began
     a message that came late        on the rank that sent it, when it did
-    a reduction                     on the rank that was the last to begin it
+    a reduction, a gathering        on the rank that was the last to begin it
     an exchange of norms            on the last rank to get there
     nothing that was recorded       on the same rank, when the last thing that was recorded ended
 
@@ -31,6 +31,7 @@ _CAUSE_OF: dict[int, str] = {
     **dict.fromkeys(map(int, COMPUTE_KINDS), "compute"),
     **dict.fromkeys(map(int, MESSAGE_WAITS), "transfer"),
     int(Kind.WAIT_REDUCE): "reduce",
+    int(Kind.WAIT_GATHER): "reduce",
     int(Kind.WAIT_COUNT): "reduce",
     int(Kind.WAIT_NORM): "optimizer",
     int(Kind.STEP): "optimizer",
@@ -97,6 +98,8 @@ def name_of(link: Link, timeline: Timeline) -> str:
         return f"{stage}{kind.name}{microbatch}"
     if kind in MESSAGE_WAITS:
         return f"{link.cause} to {stage}{'F' if kind is Kind.WAIT_F else 'B'}{microbatch}"
+    if kind is Kind.WAIT_GATHER:
+        return f"gathering stage {stage}"
     return f"{link.cause} of stage {stage}" if kind is Kind.WAIT_REDUCE else link.cause
 
 
@@ -167,6 +170,7 @@ def _last_to_begin(timeline: Timeline, ranks: int) -> dict[int, int]:
     replica = timeline.rank // ranks
     for wait, work, group in (
         (Kind.WAIT_REDUCE, Kind.REDUCE, timeline.stage),
+        (Kind.WAIT_GATHER, Kind.GATHER, timeline.stage),
         (Kind.WAIT_NORM, Kind.WAIT_NORM, replica),
     ):
         begun = np.flatnonzero(timeline.kind == work)

@@ -30,6 +30,7 @@ _LANES = ("compute", "wait", "send/receive", "reduce", "step")
 _COMPUTE, _WAIT, _MESSAGE, _REDUCE, _STEP = range(len(_LANES))
 _OTHER_LANES = {
     Kind.REDUCE: _REDUCE,
+    Kind.GATHER: _REDUCE,
     Kind.STEP: _STEP,
     **dict.fromkeys((Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B), _MESSAGE),
 }

@@ -5,7 +5,7 @@ any row, has ended `after` ago; then it `takes` its time. That is the rule by wh
 (`plan/dependencies.py`), so the same function walks it; waiting for several is a chain of nodes that take no time.
 
     rank      | begin | load | F | F | load | B | B | ... | reduced s | norms of all | STEP | next step: begin ...
-    behind it |                            last B of stage s on every replica | reduction of s |
+    behind it |                            last B of stage s on every replica | reduction of s |    updated: gather |
 
 Several steps follow one another, as they do in training, where ranks do not meet at a barrier: what counts is the time
 from the end of a step to the end of the next, once the ranks have fallen into their rhythm.
@@ -37,6 +37,7 @@ class _Slots:
         size, world = len(program), program.ranks * replicas
         shapes = {
             "duration": (replicas, size), "delay": (replicas, size), "loaded": (world, 2), "reduce": (program.stages,),
+            "gather": (program.stages,),
             "count": (), "norm": (replicas,), "step": (world,),
         }  # fmt: skip
         at = 1
@@ -87,10 +88,14 @@ class Replay:
 
     `reduced`: replicas wait for each other, for counts before the first backward and for gradients at the end; else
     each goes its own way. `normed`: the ranks of a pipeline exchange the norms of their gradients before they update.
+    `gathered`: a stage's next forward waits for the parameters that others have updated.
     """
 
-    def __init__(self, program: Program, replicas: int, reduced: bool = False, normed: bool = False) -> None:
+    def __init__(
+        self, program: Program, replicas: int, reduced: bool = False, normed: bool = False, gathered: bool = False
+    ) -> None:
         self._program, self._replicas, self._reduced, self._normed = program, replicas, reduced, normed
+        self._gathered = gathered
         self._flat = Flat(program)
         self._neighbour = dependencies(self._flat).neighbour
         self._slots = _Slots(program, replicas)
@@ -102,6 +107,8 @@ class Replay:
                 if reduced:
                     self._reduce(nodes, step, rank)
                 self._end(nodes, step, rank)
+                if gathered:
+                    self._gather(nodes, step, rank)
         self._offsets, self._source, self._takes, self._after = nodes.packed()
         everyone = range(self._world)
         self._ends = np.array([[nodes.find(("end", k, w), self._offsets) for w in everyone] for k in range(STEPS)])
@@ -125,6 +132,7 @@ class Replay:
         last_stage = flat.having(Op.B, Op.I) & (flat.stage == self._program.stages - 1)
         receiving, counting = (next(iter(np.flatnonzero(m[first:end]) + first), NONE) for m in (crossing, last_stage))
         nodes.add(rank, ("begin", step, rank), takes=slots["loaded"][rank, 0])
+        used = dict.fromkeys(self._stages(rank)) if self._gathered and step else {}
         for at in range(first, end):
             if at == receiving:
                 nodes.add(rank, takes=slots["loaded"][rank, 1])
@@ -132,6 +140,9 @@ class Replay:
                 for other in range(self._replicas):
                     begin = ("begin", step, other * self._program.ranks + own)
                     nodes.add(rank, source=begin, after=slots["count"].item())
+            if (stage := int(flat.stage[at])) in used:
+                del used[stage]
+                nodes.add(rank, source=("gathered", step - 1, rank, stage))
             source = ("action", step, replica, int(self._neighbour[at])) if crossing[at] else None
             takes, after = slots["duration"][replica, at], slots["delay"][replica, at]
             nodes.add(rank, ("action", step, replica, at), source, takes, after)
@@ -156,6 +167,15 @@ class Replay:
             for other in range(replica * ranks, (replica + 1) * ranks):
                 nodes.add(rank, source=("norm", step, other), after=self._slots.of["norm"][replica])
         nodes.add(rank, ("end", step, rank), takes=self._slots.of["step"][rank])
+
+    def _gather(self, nodes: _Nodes, step: int, rank: int) -> None:
+        """Behind a rank the parameters of its stages are gathered, once those that hold them have updated them."""
+        behind, ranks = self._world + rank, self._program.ranks
+        for stage in reversed(self._stages(rank)):
+            for other in (r for r, s in self._complete if s == stage):
+                for replica in range(self._replicas):
+                    nodes.add(behind, source=("end", step, replica * ranks + other))
+            nodes.add(behind, ("gathered", step, rank, stage), takes=self._slots.of["gather"][stage])
 
     def _stages(self, rank: int) -> list[int]:
         """A rank's stages in the order in which they are reduced (`plan/lowering.py`)."""

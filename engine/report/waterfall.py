@@ -5,7 +5,8 @@
     imbalance   + each stage taking what is usual for it
     variation   + each computation taking what it took
     transfer    + messages under way as long as they were
-    reduce      + replicas waiting for each other, and the part of their reduction that nothing hid
+    reduce      + replicas waiting for each other, and the part of their reduction, and of gathering what each of them
+                has updated, that nothing hid
     optimizer   + the exchange of norms, clipping, updating: the tail of the step
     data        + loading
     rest        what was measured beyond that: launching, the interpreter, clocks, and what the others do not explain
@@ -99,7 +100,7 @@ class Waterfalls:
         self._program, self._replicas, self._passes = program, replicas, passes
         flat = Flat(program)
         self._kind, self._place = flat.op, flat.op * program.stages + flat.stage
-        self._replays: dict[tuple[int, bool, bool], Replay] = {}
+        self._replays: dict[tuple[int, bool, bool, bool], Replay] = {}
         self.observed: Observed | None = None  # the last step, where it had a waterfall
 
     def of(self, timeline: Timeline) -> Waterfall | None:
@@ -124,7 +125,7 @@ class Waterfalls:
         """One replica's pipeline by itself: work, and the period of a step as things are switched on up to transfer."""
         own = seen.duration[replica].astype(np.float64)
         usual = _by_group(own, self._place, np.median)
-        replay = self._replay(1, False, False)
+        replay = self._replay(1)
 
         return [
             float(usual.sum()) / self._program.ranks,
@@ -138,11 +139,11 @@ class Waterfalls:
         """The period of all replicas together: with reductions, with updates, with loading; and what of the first is
         waiting for slower replicas. `apart`: the period without all that."""
         reduced = self._replicas > 1 or bool((timeline.kind == Kind.REDUCE).any())
-        normed = bool((timeline.kind == Kind.WAIT_NORM).any())
+        normed, gathered = (bool((timeline.kind == kind).any()) for kind in (Kind.WAIT_NORM, Kind.GATHER))
         moving: dict[str, Any] = {"duration": seen.duration, "delay": seen.delay}
-        summing = moving | {"reduce": seen.reduce, "count": seen.count}
+        summing = moving | {"reduce": seen.reduce, "gather": seen.gather, "count": seen.count}
         updating = summing | {"norm": seen.norm, "step": seen.step}
-        coupled, whole = (self._replay(self._replicas, reduced, then) for then in (False, normed))
+        coupled, whole = (self._replay(self._replicas, reduced, then, gathered) for then in (False, normed))
         return [
             coupled.period(**summing) if reduced else apart,
             whole.period(**updating),
@@ -150,8 +151,8 @@ class Waterfalls:
             coupled.period(**moving) - apart if reduced else 0.0,
         ]
 
-    def _replay(self, replicas: int, reduced: bool, normed: bool) -> Replay:
-        key = replicas, reduced, normed
+    def _replay(self, replicas: int, reduced: bool = False, normed: bool = False, gathered: bool = False) -> Replay:
+        key = replicas, reduced, normed, gathered
         if key not in self._replays:
             self._replays[key] = Replay(self._program, *key)
         return self._replays[key]

@@ -9,6 +9,7 @@
                    B, I ──── input gradients ─────► SEND_B
                    W: the weight gradients that I has left
     REDUCE: what is left of a stage's reduction starts, in the background        STEP: wait for it, clip, update
+    GATHER: updated parameters are exchanged, in the background; the stage's next forward waits for them
 
 Before the last B or W of a stage `closing` is called: from then on gradients that are complete may be reduced.
 
@@ -56,6 +57,7 @@ class Executor:
         specs: Callable[[str, int], Sequence[MessageSpec]],
         reduce: Callable[[int], None],
         step: Callable[[int], None],
+        gather: Callable[[int], None],
         closing: Callable[[Kind, int, int], None],
         overlap: Overlap | None = None,
     ) -> None:
@@ -87,6 +89,7 @@ class Executor:
             Op.RECV_B: self._recv_b,
             Op.REDUCE: lambda stage, _: reduce(stage),
             Op.STEP: lambda _, microbatch: step(microbatch),
+            Op.GATHER: lambda stage, _: gather(stage),
         }
 
     def reset_peaks(self) -> None:

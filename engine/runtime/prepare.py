@@ -89,10 +89,11 @@ def _step_by_step(settings: Settings, compute: Program, microbatches: Iterable[i
     """What a job holds of a synchronous schedule: a program for each number of micro-batches that can occur."""
     training = {count: compute_program(settings, count) for count in microbatches}
     reduce = settings.data_parallel.replicas * compute.placement.copies > 1
-    again = settings.train.accumulate > 1
+    again, gather = settings.train.accumulate > 1, settings.divided
+    whole = _lowered(training, reduce=reduce, step=True, gather=gather)
     return {
         "compute": compute,
-        "steps": {0: _idle(compute.placement, reduce)} | _lowered(training, reduce=reduce, step=True),
+        "steps": {0: _idle(compute.placement, reduce, gather)} | whole,
         "passes": _lowered(training, reduce=False, step=False) if again else {},
     }
 
@@ -148,21 +149,22 @@ def _all_forward_all_backward(configured: Program, microbatches: int) -> Program
     return Program.of(configured.name, placement, microbatches, rows)
 
 
-def _lowered(programs: Mapping[int, Program], reduce: bool, step: bool) -> dict[int, Program]:
+def _lowered(programs: Mapping[int, Program], reduce: bool, step: bool, gather: bool = False) -> dict[int, Program]:
     """Each with its communication, verified."""
-    found = {m: lower(program, reduce=reduce, step=step) for m, program in programs.items()}
+    found = {m: lower(program, reduce, step, gather) for m, program in programs.items()}
     for program in found.values():
         verify(program, SCHEDULES[program.name].ascending)
     return found
 
 
-def _idle(placement: Placement, reduce: bool) -> Program:
+def _idle(placement: Placement, reduce: bool, gather: bool) -> Program:
     """The step of a replica without samples: it takes part in the reductions and the update."""
     rows = []
     for rank in range(placement.ranks):
         stages = placement.stages_of(rank)
         reductions = [Action(s, Op.REDUCE) for s in reversed(stages)] if reduce else []
-        rows.append([*reductions, Action(stages[0], Op.STEP)])
+        gathers = [Action(s, Op.GATHER) for s in stages] if gather else []
+        rows.append([*reductions, Action(stages[0], Op.STEP), *gathers])
     return Program.of("idle", replace(placement, direction=()), 0, rows)
 
 

@@ -91,8 +91,8 @@ class Worker:
             stage.tracer = self.tracer
         self.links = Links(transport, self.replica * job.ranks, self.device)
         self.executor = Executor(
-            self.rank, self.stages, self.links, self.tracer, self._specs, self._reduce, self._step, self._closing,
-            make_overlap(settings.model.get("overlap")),
+            self.rank, self.stages, self.links, self.tracer, self._specs, self._reduce, self._step, self._gather,
+            self._closing, make_overlap(settings.model.get("overlap")),
         )  # fmt: skip
         self.shares = Shares(job, rank, self.device, self.tracer, self._legal)
         self.evaluation = Evaluation(job, rank, self.device, self.executor, self.stages, self.wiring, self.loss)
@@ -315,10 +315,11 @@ class Worker:
         if self._held is not None:
             self.post(encode("memory", {"rank": self.world_rank} | self._held.after_update()))
             self._held = None
-        for sharded in self.sharded.values():
-            sharded.gather()
         if self.window is not None:
             self._updated(self.window)
+
+    def _gather(self, stage: int) -> None:
+        self.sharded[stage].gather()
 
     def _await_parameters(self) -> None:
         for stage in self.stages.values():
@@ -328,5 +329,5 @@ class Worker:
         """Before a stage is used: its parameters are whole."""
         start = self.tracer.mark()
         if sharded.gathered():
-            self.tracer.add(Kind.WAIT_REDUCE, stage, -1, start, self.tracer.mark())
-            self.tracer.add_host(Kind.REDUCE, stage, -1, *sharded.gather_span)
+            self.tracer.add(Kind.WAIT_GATHER, stage, -1, start, self.tracer.mark())
+            self.tracer.add_host(Kind.GATHER, stage, -1, *sharded.gather_span)

@@ -1,6 +1,6 @@
 /** What the colours mean: actions first, then what bubbles were spent on. */
 
-const ACTIONS = ["F", "B", "W", "STEP", "REDUCE"];
+const ACTIONS = ["F", "B", "W", "STEP", "REDUCE", "GATHER"];
 const BUBBLES = ["fill", "stall", "transfer", "drain", "other"];
 
 export function legend({ kinds, names, words }, options) {

@@ -50,7 +50,7 @@ export class Step {
     const those = (kinds) => tracks(this.world, this.spans, (i) => kinds.has(this.kindOf(i)));
     this.blocks = those(SHOWN);
     this.computes = those(COMPUTE);
-    this.behind = those(new Set(["REDUCE"]));
+    this.behind = those(new Set(["REDUCE", "GATHER"]));
     this.waits = those(WAITS);
     this.idle = tracks(this.world, this.stretches);
     this.onPath = new Map();

@@ -169,7 +169,7 @@ function blocks(painter, layout, theme, row) {
     const { y, height } = layout.block(row);
     const thin = Math.max(2, height / 7);
     const left = layout.x(start[i]);
-    painter.rect(left, y + height - thin, Math.max(1, layout.x(end[i]) - left), thin, theme.kinds.REDUCE);
+    painter.rect(left, y + height - thin, Math.max(1, layout.x(end[i]) - left), thin, theme.kinds[step.kindOf(i)]);
   }
 }
 
