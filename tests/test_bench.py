@@ -213,6 +213,15 @@ def test_recording_an_action_is_measured_with_and_without() -> None:
     assert tracing.per_action_ns(True) > tracing.per_action_ns(False) > 0
 
 
+def test_what_tracing_costs_is_judged_pair_by_pair() -> None:
+    """The machine got slower from pair to pair; what counts is the difference within each."""
+    slower = tracing.compared([0.1005, 0.2010, 0.3015], [0.1, 0.2, 0.3], actions=8)
+    assert slower["share"] == pytest.approx(0.005) and slower["per_action_s"] == pytest.approx(0.001 / 8)
+    assert tracing.row("gpt", slower)[-1] == "right" and tracing.row("tiny", slower)[-1] == "too much"
+    assert tracing.row("gpt", slower | {"share": 0.011})[-1] == "too much"
+    assert tracing.row("tiny", slower | {"per_action_s": 19e-6})[-1] == "right"
+
+
 def test_ways_of_data_parallelism_are_compared_with_none_and_with_ddp() -> None:
     rows = {"gpt": {"none": [0.2, 0.1, 0.3], "ddp": [0.25], "ring": [0.24, 0.26]}}
     lines = [line.split() for line in data_parallel.table(rows).splitlines()]
