@@ -290,6 +290,19 @@ def test_the_earliest_own_error_wins_in_any_order_of_arrival(order: list[int], o
     assert verdict.traceback == f"traceback of {first}"
 
 
+@given(st.lists(st.integers(-(10**15), 10**15), min_size=3, max_size=3), st.permutations(range(4)))
+def test_errors_on_hosts_with_other_clocks_are_compared_on_one(ahead: list[int], order: list[int]) -> None:
+    """Rank 2 fails first, whatever the clocks of ranks 1 to 3 say: each is so far ahead of rank 0's."""
+    clocks = [0, *ahead]
+    for own in (True, False):
+        verdict = Verdict(4, 4)
+        for rank in range(1, 4):
+            verdict.add_clock({"rank": rank, "leader": rank, "offset_ns": -clocks[rank]})
+        for rank in order:
+            verdict.add_error(error(rank, 10**16 + clocks[rank] + abs(rank - 2), own, peer=None if own else 2))
+        assert verdict.message() == ("rank 2 failed: ValueError: error of 2" if own else "rank 2 saw: error of 2")
+
+
 def test_a_death_outweighs_what_others_saw() -> None:
     verdict = Verdict(2, 4)
     verdict.add_error(error(0, 1, own=False, peer=3))

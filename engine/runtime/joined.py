@@ -133,6 +133,8 @@ def _listen(
             record = decode(event)
             if record.kind in ("done", "error"):
                 left.discard(record.meta["rank"])
+            if record.kind == "clock":
+                verdict.add_clock(record.meta)
             if record.kind == "error":
                 verdict.add_error(record.meta)
                 grace = SURE_GRACE_S if verdict.certain else PEER_GRACE_S

@@ -1,8 +1,8 @@
 """How a run ended, and which of several failures came first, in words: the one error that a failed run reports.
 
 One rank's failure makes the others fail too, a moment later and with less to say. In this order the first that exists
-is the cause: an exception a rank raised itself (the earliest by clock); a process that ended without a word; a rank
-that others waited for in vain and that reported nothing.
+is the cause: an exception a rank raised itself (the earliest by rank 0's clock, as far as the others' was compared with
+it); a process that ended without a word; a rank that others waited for in vain and that reported nothing.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ class Verdict:
     errors: list[Meta] = field(default_factory=list)  # metas of `error` records
     deaths: dict[int, int] = field(default_factory=dict)  # rank -> exit code as multiprocessing gives it
     positions: dict[int, Action] = field(default_factory=dict)  # rank -> what it was last seen doing
+    offsets: dict[int, int] = field(default_factory=dict)  # rank with another clock -> ns to rank 0's
+
+    def add_clock(self, meta: Meta) -> None:
+        """A `clock` record: the last comparison counts."""
+        self.offsets[meta["rank"]] = meta["offset_ns"]
 
     def add_error(self, meta: Meta) -> None:
         self.errors.append(meta)
@@ -59,7 +64,7 @@ class Verdict:
     def cause(self) -> Meta | None:
         """The error record that is the cause, where a record is."""
         own = [meta for meta in self.errors if meta["own"]]
-        return min(own, key=lambda meta: meta["time_ns"]) if own else None
+        return min(own, key=self._when) if own else None
 
     @property
     def traceback(self) -> str | None:
@@ -86,7 +91,7 @@ class Verdict:
         return self._silent()
 
     def _silent(self) -> str:
-        first = min(self.errors, key=lambda meta: meta["time_ns"])
+        first = min(self.errors, key=self._when)
         seen = f"{self._who(first['rank'], _place(first))} saw: {first['message']}"
         reported = {meta["rank"] for meta in self.errors}
         waited_for = [m["peer"] for m in self.errors if m["peer"] is not None and m["peer"] not in reported]
@@ -95,6 +100,10 @@ class Verdict:
             return seen
         names = ", ".join(self._who(rank, self._last_seen(rank)) for rank in silent)
         return f"{names} went silent; {seen}"
+
+    def _when(self, meta: Meta) -> int:
+        """The moment of an error, on rank 0's clock."""
+        return int(meta["time_ns"]) + self.offsets.get(meta["rank"], 0)
 
     def _last_seen(self, rank: int) -> list[str]:
         action = self.positions.get(rank)
