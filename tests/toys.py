@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -47,6 +49,22 @@ class Tokens(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.x[index], self.y[index]
+
+
+class Augmented(Tokens):
+    """Inputs and targets are what every default generator draws, whatever the sample."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        drawn = [float(torch.rand(())), float(np.random.rand()), random.random()]
+        value = torch.tensor(drawn, dtype=torch.float64)
+        return value, value.clone()
+
+
+class Same(Tokens):
+    """One sample, however often it is asked for."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return super().__getitem__(0)
 
 
 class TokenLoss:

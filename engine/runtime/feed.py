@@ -1,7 +1,7 @@
 """From the data set to what the executor is fed: a replica's share of a global batch, pass by pass.
 
 The share of step t+1 is fetched in step t, when the rank first waits for a message: loading hides in the bubble, in
-the same thread, so that a data set that draws random numbers draws them in the same order in every run.
+the same thread. What a data set draws does not depend on when that is (`source.loader`).
 """
 
 from __future__ import annotations

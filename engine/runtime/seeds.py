@@ -3,13 +3,17 @@
     seed_for(seed, "weights", layer)                              a layer's initial weights ("model": all at once)
     seed_for(seed, "draw", layer, step, microbatch, replica)      what a layer draws in one forward (dropout masks)
     seed_for(seed, "epoch", epoch)                                the order of the samples in an epoch
+    seed_for(seed, "samples", step, replica)                      what a data set draws (augmentation), loaded here
+    seed_for(seed, "loader", replica)                             the same in the loader's own processes
 
 The value is the first eight bytes of BLAKE2b over the parts joined by "/", as a number below 2**63. No part is a rank,
 a stage or a schedule, so neither weights nor masks depend on how the model is cut. `microbatch` counts through all
 passes of a step.
 
 torch has one default generator per device, shared by all threads: a layer that draws is seeded and run under one
-lock, so that ranks that are threads of one process cannot take numbers from each other's stream.
+lock, so that ranks that are threads of one process cannot take numbers from each other's stream. So is a data set whose
+samples are loaded in the rank's own process. The first and the last stage's rank of a replica load the same samples,
+and both must see them alike; other replicas must not.
 """
 
 from __future__ import annotations
@@ -48,8 +52,20 @@ def building(seed: int, layer: int | str) -> Iterator[None]:
 
     "model" stands for the call of the model's function itself, which builds an `nn.Sequential` as a whole.
     """
+    with _seeded(seed_for(seed, "weights", layer)):
+        yield
+
+
+@contextmanager
+def loading(seed: int, step: int, replica: int) -> Iterator[None]:
+    """Load a replica's samples of a step: torch, numpy and random are seeded for it, as in `building`."""
+    with _seeded(seed_for(seed, "samples", step, replica)):
+        yield
+
+
+@contextmanager
+def _seeded(value: int) -> Iterator[None]:
     with _DRAWING:
-        value = seed_for(seed, "weights", layer)
         torch.default_generator.manual_seed(value)
         np.random.seed(value % 2**32)
         random.seed(value)

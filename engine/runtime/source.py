@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import count as natural
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 from engine.runtime.microbatch import Batches
-from engine.runtime.seeds import seed_for
+from engine.runtime.seeds import loading, seed_for
 from engine.targets import build
 
 LOADER_KEYS = ("workers", "pin_memory", "shuffle", "evaluation")
@@ -36,10 +37,13 @@ def dataset(config: Mapping[str, Any], evaluation: bool) -> Dataset[Any] | None:
 def loader(
     config: Mapping[str, Any], data: Dataset[Any], batches: Batches, replica: int, count: int, device: torch.device
 ) -> Iterator[Any]:
-    """This replica's share of batches 0..count-1, collated, one after another."""
+    """This replica's share of batches 0..count-1, collated, one after another.
+
+    What the data set draws follows from seed, batch and replica (with `workers`: from seed, worker and replica).
+    """
     workers = int(config.get("workers") or 0)
     pin = config.get("pin_memory")
-    return iter(
+    found = iter(
         DataLoader(
             data,
             batch_sampler=ShareSampler(batches, replica, count),
@@ -49,6 +53,17 @@ def loader(
             generator=torch.Generator().manual_seed(seed_for(batches.seed, "loader", replica)),
         )
     )
+    return found if workers else _seeded(found, batches.seed, replica)
+
+
+def _seeded(found: Iterator[Any], seed: int, replica: int) -> Iterator[Any]:
+    """The same, each batch loaded from a seed of its own. (The processes of a loader are seeded by it.)"""
+    for number in natural():
+        with loading(seed, number, replica):
+            batch = next(found, None)
+        if batch is None:
+            return
+        yield batch
 
 
 def _start_method() -> str | None:
