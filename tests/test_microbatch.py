@@ -106,7 +106,9 @@ def test_take_gives_tensors_of_their_own() -> None:
 
 
 def test_take_names_what_it_cannot_split() -> None:
-    with pytest.raises(ValueError, match="object"):
+    with pytest.raises(ValueError, match=r"holds a object at batch\[1\], which cannot be split"):
         take((torch.zeros(2), object()), 0, 1, 2)
-    with pytest.raises(ValueError, match=r"\(3, 2\)"):
+    with pytest.raises(ValueError, match=r"of shape \(3, 2\): dim 0 differs"):
         take(torch.zeros(3, 2), 0, 1, 2)
+    with pytest.raises(ValueError, match=r"of shape \(3,\) at batch\[0\]\['x'\]\[1\]: dim 0 differs"):
+        take(({"x": [torch.zeros(2), torch.zeros(3)]}, 1), 0, 1, 2)

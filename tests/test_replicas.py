@@ -40,6 +40,29 @@ def test_training_equals_one_process_with_each_all_reduce(name: str, expected: E
         assert equal(ran.state(0), ran.state(other))
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_empty_tensors_are_sent_and_reduced_as_such(sharded: bool) -> None:
+    """C059: parts of a boundary without elements, and a parameter of shape (0,)."""
+    model = {"_target_": "toys.odd_boundary", "how": "hollow", "loss": {"_target_": "toys.TokenLoss"}}
+    partition = {"name": "manual", "split": ["begins"]}
+    wanted = settings("1f1b", 2, 2, 2, model=model, partition=partition, steps=2, allreduce=AllReduce(bucket_bytes=1))
+    ran = run_threads(replace(wanted, shard_optimizer=sharded))
+    close(ran.state(), plain(wanted, microbatched=True)[0])
+    assert ran.state()["ends.nothing"].shape == (0,)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("mode", ["sparse", "functional"])
+def test_sparse_gradients_are_refused_before_anything_starts(mode: str, replicas: int) -> None:
+    """C135: by the layer and the operator that makes them, however it is called."""
+    model = {"_target_": "toys.embedded", "mode": mode, "loss": {"_target_": "toys.TokenLoss"}}
+    wanted = settings("1f1b", 2, 2, replicas, model=model, data={"_target_": "toys.Words"})
+    with pytest.raises(ValueError, match=r"layer 'words' makes sparse gradients \(aten.embedding.*use sparse=False"):
+        prepare(wanted, ".", ".")
+    for other in ("dense", "frozen"):
+        assert prepare(replace(wanted, model=model | {"mode": other}), ".", ".").replicas == replicas
+
+
 def test_hierarchical_groups_are_configurable() -> None:
     state, _ = plain(base(4), microbatched=True)
     ran = run_threads(replace(base(4), allreduce=AllReduce("hierarchical", 300, group_size=2)))

@@ -80,7 +80,7 @@ def test_memory_of_1f1b_is_flat_in_microbatches() -> None:
     assert peaks[0][0] > peaks[0][2] > 0
 
 
-@pytest.mark.parametrize("how", ["transposed", "sliced", "expanded", "dict"])
+@pytest.mark.parametrize("how", ["transposed", "sliced", "expanded", "dict", "hollow"])
 def test_unusual_boundaries(how: str) -> None:
     model = {"_target_": "toys.odd_boundary", "how": how, "loss": {"_target_": "toys.TokenLoss"}}
     base = settings("1f1b", 2, 3, model=model, partition={"name": "manual", "split": ["begins"]}, global_batch_size=7)

@@ -67,6 +67,31 @@ class Same(Tokens):
         return super().__getitem__(0)
 
 
+class Words(Tokens):
+    """Whole numbers below 7, several to a sample, and targets as ever."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index].abs().long()[:, 0] % 7, self.y[index]
+
+
+class Functional(nn.Module):
+    """An embedding that torch does not see as one."""
+
+    def __init__(self, mode: str, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(7, width), requires_grad=mode != "frozen")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.embedding(x, self.weight, sparse=True)
+
+
+def embedded(mode: str = "dense", width: int = 8, classes: int = 5) -> Layers:
+    """An embedding and a linear layer; `mode`: dense, sparse, functional (sparse too), frozen (and so not sparse)."""
+    functional = mode in ("functional", "frozen")
+    first = (lambda: Functional(mode, width)) if functional else lambda: nn.Embedding(7, width, sparse=mode == "sparse")
+    return [("words", first), ("head", lambda: nn.Linear(width, classes))]
+
+
 class TokenLoss:
     """Cross entropy over [N, T, C] and [N, T]: (sum, count of targets not ignored)."""
 
@@ -85,6 +110,7 @@ class Ends(nn.Module):
         super().__init__()
         self.linear = nn.Linear(width, 2 * width)
         self.how = how
+        self.nothing = nn.Parameter(torch.zeros(0)) if how == "hollow" else None
 
     def forward(self, x: Tensor) -> Any:
         y = self.linear(x)
@@ -98,6 +124,8 @@ class Ends(nn.Module):
         if self.how == "dict":
             ids = torch.arange(x.shape[0])
             return {"ids": ids, "h": (y[..., :half], y[..., half:]), "mask": None, "n": 3, "keep": ids % 2 == 0}
+        if self.nothing is not None:
+            return {"ids": torch.arange(0), "h": y[..., :half] + self.nothing.sum(), "none": y[..., :0]}
         raise AssertionError(self.how)
 
 
@@ -110,7 +138,10 @@ class Begins(nn.Module):
         self.how = how
 
     def forward(self, x: Any) -> Tensor:
-        if isinstance(x, dict):
+        if self.how == "hollow":
+            assert x["none"].shape[-1] == x["ids"].shape[0] == 0
+            x = x["h"] + x["none"].sum()
+        elif isinstance(x, dict):
             a, b = x["h"]
             x = torch.where(x["keep"][:, None, None], a, b * x["n"]) + x["ids"][:, None, None]
         elif self.how == "expanded":

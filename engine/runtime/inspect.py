@@ -41,6 +41,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.drawn = False
+        self.sparse = ""  # an operator that will give a parameter a sparse gradient
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -49,16 +50,23 @@ class _Watch(TorchDispatchMode):
             raise TypeError(f"{func} of different dtypes: {', '.join(sorted(dtypes))}")
         if torch.Tag.nondeterministic_seeded in func.tags and not _without_dropout(func, args, kwargs):
             self.drawn = True
+        if torch.is_grad_enabled() and _given("sparse", func, args, kwargs) is True and args[0].requires_grad:
+            self.sparse = str(func)
         return func(*args, **kwargs)
 
 
 def _without_dropout(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """An attention operator, say, that would draw if its dropout probability were not 0."""
+    given = _given("dropout_p", func, args, kwargs)
+    return given is not None and not given
+
+
+def _given(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The argument `name` of a call of an operator; None where it has none of that name."""
     for index, argument in enumerate(func._schema.arguments):
-        if argument.name == "dropout_p":
-            given = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)
-            return not given
-    return False
+        if argument.name == name:
+            return args[index] if index < len(args) else kwargs.get(name, argument.default_value)
+    return None
 
 
 class FakeModel:
@@ -142,6 +150,11 @@ class FakeModel:
             result = module(value)
         if watch.drawn:
             self._draws.add(index)
+        if watch.sparse:
+            raise ValueError(
+                f"layer {self.names[index]!r} makes sparse gradients ({watch.sparse}), which can be neither reduced "
+                "over replicas nor clipped: use sparse=False"
+            )
         return result
 
     def _batch(self, sample: Any, rows: int) -> Any:

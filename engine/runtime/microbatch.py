@@ -80,33 +80,43 @@ def passes(share: int, accumulate: int, microbatches: int, legal: Callable[[int]
     return [sizes(piece, legal(min(microbatches, piece))) for piece in pieces]
 
 
-def take(value: Any, start: int, rows: int, total: int) -> Any:
+def take(value: Any, start: int, rows: int, total: int, where: str = "") -> Any:
     """Rows start..start+rows of a batch of `total`, as tensors of their own.
 
     Tensors are cut on dim 0, lists of length `total` likewise; numbers, strings and None are passed on as they are.
     They are copies: slices would share a version counter, and an in-place first layer would spoil its neighbours.
+    ValueError for anything else, with its type and its position: `where` the value stands in the batch, as `[1]['x']`.
     """
+
+    def part(key: Any, item: Any) -> Any:
+        return take(item, start, rows, total, f"{where}[{key!r}]")
+
     if isinstance(value, Tensor):
         if value.dim() == 0:
             return value
         if value.shape[0] != total:
-            raise ValueError(f"a batch of {total} samples holds a tensor of shape {tuple(value.shape)}: dim 0 differs")
+            shape = tuple(value.shape)
+            raise ValueError(f"a batch of {total} samples holds a tensor of shape {shape}{_at(where)}: dim 0 differs")
         return value[start : start + rows].clone()
     if isinstance(value, dict):
-        return {key: take(item, start, rows, total) for key, item in value.items()}
+        return {key: part(key, item) for key, item in value.items()}
     if isinstance(value, tuple):
-        items = [take(item, start, rows, total) for item in value]
+        items = [part(index, item) for index, item in enumerate(value)]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, list):
         if any(isinstance(item, Tensor | dict | list | tuple) for item in value):
-            return [take(item, start, rows, total) for item in value]
+            return [part(index, item) for index, item in enumerate(value)]
         return value[start : start + rows] if len(value) == total else value
     if value is None or isinstance(value, int | float | str | bytes):
         return value
     raise ValueError(
-        f"a batch holds a {type(value).__name__}, which cannot be split into micro-batches; "
+        f"a batch holds a {type(value).__name__}{_at(where)}, which cannot be split into micro-batches; "
         "allowed are tensors, lists, tuples, dictionaries, numbers, strings and None"
     )
+
+
+def _at(where: str) -> str:
+    return f" at batch{where}" if where else ""
 
 
 def offsets(pieces: Sequence[int]) -> list[int]:
