@@ -132,9 +132,11 @@ class SweepTable(Callback):
             write_comparison(config.hydra.sweep.dir)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        from engine.report.compare import read_rows, write_comparison
+        from engine.report.compare import PAGE, write_comparison
+        from engine.report.sweep.rows import read_rows
 
-        print(f"\n{write_comparison(config.hydra.sweep.dir)}", flush=True)
-        rows = read_rows(Path(config.hydra.sweep.dir))
+        folder = Path(config.hydra.sweep.dir).absolute()
+        print(f"\n{write_comparison(folder)}\n\n{folder / PAGE}", flush=True)
+        rows = read_rows(folder)
         if any(row["status"] != "completed" for row in rows):  # with a launcher that runs jobs elsewhere, the only sign
             _outcomes.append(Outcome("failed", None, 1))

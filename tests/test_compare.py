@@ -11,7 +11,8 @@ import recorded
 from recorded import recorder, traced_run
 
 from engine.plan.choose import Choice
-from engine.report.compare import comparison, read_rows, write_comparison
+from engine.report.compare import comparison, write_comparison
+from engine.report.sweep.rows import read_rows
 
 
 def ran(folder: Path, of: recorded.Job, *overrides: str) -> None:
@@ -47,7 +48,7 @@ def test_every_job_has_a_row_in_order(tmp_path: Path) -> None:
     text = write_comparison(sweep(tmp_path))
     assert column(text, "job") == ["0", "1", "2", "10"]
     assert column(text, "schedule") == ["naive", "gpipe", "-", "1f1b"]
-    assert column(text, "status") == ["completed", "completed", "failed", "failed"]
+    assert column(text, "status") == ["completed", "completed", "unfinished", "failed"]
     assert column(text, "ideal") == ["50.0 %", "20.0 %", "-", "-"]
     assert column(text, "predicted") == ["50.0 %", "20.0 %", "-", "-"]
     assert column(text, "measured") == ["51.0 %", "22.6 %", "-", "-"]  # a millisecond of optimizer
@@ -55,7 +56,9 @@ def test_every_job_has_a_row_in_order(tmp_path: Path) -> None:
     assert column(text, "samples/s") == [f"{64 / 0.049:.1f}", f"{64 / 0.031:.1f}", "-", "-"]
     assert column(text, "peak in flight")[:2] == ["2 1", "2 1"]
     assert "job 10: rank 1 failed: ValueError: no" in text and "more" not in text
-    assert "job 2: left no readable summary.json" in text
+    assert "job 2: left no summary.json: it is still running, or it was killed" in text
+    assert column(text, "peak memory") == ["7.2 kB", "7.2 kB", "-", "-"]
+    assert "Pareto front of step time against peak memory: job 1 (31.0 ms, 7.2 kB)." in text
 
 
 def test_overrides_that_differ_are_shown(tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ def test_one_folder_per_job_and_a_table(engine: Engine) -> None:
     ]
     assert all(len(list((folder / str(job)).glob("events*"))) == 1 for job in range(6))
     table = (folder / "comparison.txt").read_text()
-    assert said.out.rstrip().endswith(table.rstrip())
+    assert said.out.rstrip().endswith(f"{table.rstrip()}\n\n{folder / 'comparison.html'}")
+    assert "micro-batches" in (folder / "comparison.html").read_text()
     assert len(json.loads((folder / "comparison.json").read_text())) == 6
 
 
@@ -44,7 +45,9 @@ def test_a_failed_job_neither_stops_nor_hides_the_others(engine: Engine) -> None
     assert "pipeline.microbatches=100" in said.err
     rows = json.loads((sweep_folder(said.folder) / "comparison.json").read_text())
     assert [row["status"] for row in rows] == ["completed", "failed", "completed"]
-    assert "pipeline.microbatches=100" in said.out.splitlines()[-1]
+    assert said.out.splitlines()[-1] == str(sweep_folder(said.folder) / "comparison.html")
+    assert "\njob 1: pipeline.microbatches=100" in said.out.rpartition("overrides")[2]
+    assert "pipeline.microbatches=100" in (sweep_folder(said.folder) / "comparison.html").read_text()
 
 
 def test_an_interruption_ends_the_sweep(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

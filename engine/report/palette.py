@@ -54,6 +54,18 @@ BAR_COLOURS: dict[str, Colour] = {
 }
 
 
+# One after another, for what has no colour of its own. Yellow is too faint for lines on paper.
+SERIES: tuple[Colour, ...] = (
+    (0, 114, 178),  # blue
+    (213, 94, 0),  # vermillion
+    (0, 158, 115),  # bluish green
+    (204, 121, 167),  # reddish purple
+    (230, 159, 0),  # orange
+    (86, 180, 233),  # sky blue
+    (120, 108, 96),  # a grey that is warm
+)
+
+
 def hexadecimal(colour: Colour) -> str:
     """As a page writes it."""
     return "#{:02x}{:02x}{:02x}".format(*colour)

@@ -1,0 +1,73 @@
+"""A row for every job of a sweep, read from the job's folder: what its summary.json says, and what it was given.
+
+A job leaves its figures in the summary.json of its folder on every exit path, so a job without one is still running or
+was killed. Everything that is shown of a sweep is made of these rows alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+Row = Mapping[str, Any]
+
+_UNFINISHED = {"status": "unfinished", "error": "left no summary.json: it is still running, or it was killed"}
+_UNREADABLE = {"status": "failed", "error": "left no readable summary.json"}
+
+
+def read_rows(sweep_dir: Path) -> list[Row]:
+    """A row for every job folder below `sweep_dir`, by number where folders are numbered."""
+    folders = [path for path in sweep_dir.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    return [_read(folder) for folder in sorted(folders, key=_by_number)]
+
+
+def _by_number(folder: Path) -> tuple[int, int, str]:
+    name = folder.name
+    return (0, int(name), name) if name.isdecimal() else (1, 0, name)
+
+
+def _read(folder: Path) -> Row:
+    if not (folder / "summary.json").exists():
+        summary: dict[str, Any] = dict(_UNFINISHED)
+    else:
+        summary = _json(folder / "summary.json") or dict(_UNREADABLE)
+    if summary.get("mode") == "plan" and (plan := _json(folder / "plan.json")):
+        peaks = [rank["peak_in_flight"] for rank in plan["per_rank"]]
+        summary |= {"bubble": {"predicted": plan["bubble_fraction"]}, "peak_in_flight": peaks}
+        summary |= {"plan": plan["choice"]}
+    return {"job": writable(folder.name), "overrides": _overrides(folder)} | summary
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    """The object in a file; None where there is none."""
+    try:
+        content = json.loads(path.read_text(errors="replace"))
+    except (OSError, ValueError):
+        return None
+    return _writable(content) if isinstance(content, dict) else None
+
+
+def _overrides(folder: Path) -> list[str]:
+    """What the job was given on the command line."""
+    try:
+        words = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text(errors="replace"))
+    except (OSError, yaml.YAMLError):
+        return []
+    return [writable(str(word)) for word in words] if isinstance(words, list) else []
+
+
+def _writable(value: Any) -> Any:
+    if isinstance(value, str):
+        return writable(value)
+    if isinstance(value, dict):
+        return {key: _writable(item) for key, item in value.items()}
+    return [_writable(item) for item in value] if isinstance(value, list) else value
+
+
+def writable(text: str) -> str:
+    """The text with a question mark for what no file can hold: halves of surrogate pairs."""
+    return text.encode(errors="replace").decode()
