@@ -73,3 +73,21 @@ def test_an_experiment_that_sweeps_by_itself(engine: Engine, monkeypatch: pytest
     assert engine("experiment=schedules").code == 0
     expected = [(s, m, "models.sleep.sleep") for s in ("naive", "gpipe", "1f1b") for m in (2, 4, 8)]
     assert seen == expected
+
+
+def test_a_sweep_of_the_ways_to_train_ends_with_their_table(engine: Engine) -> None:
+    """The experiment itself, on a smaller model."""
+    small = ["model=sleep", "model.forward_ms=0", "model.input_backward_ms=0", "model.weight_backward_ms=0"]
+    data = ["data=synthetic", "data.samples=32", "train.global_batch_size=8", "train.steps=2", "model.stages=2"]
+    said = engine("experiment=parallel", "launch=threads", "pipeline.microbatches=2", *small, *data)
+    assert said.code == 0, said.err
+    lines = said.out[said.out.index("Plain, data-parallel, model-parallel.") :].splitlines()
+    ways = [line.split()[:4] for line in lines[3:7]]
+    assert ways == [["plain", "0", "1", "8"], ["data-parallel", "1", "2", "4"],
+                    ["model-parallel", "2", "2", "8"], ["both", "3", "4", "4"]]  # fmt: skip
+    page = (sweep_folder(said.folder) / "comparison.html").read_text()
+    assert "Amdahl&#x27;s law" in page and "model-parallel" in page
+    rows = json.loads((sweep_folder(said.folder) / "comparison.json").read_text())
+    plain, pipeline = rows[0], rows[2]
+    assert plain["bytes_sent_per_device"] == [0] and min(pipeline["bytes_sent_per_device"]) > 0
+    assert sum(pipeline["memory"]["parameters"]) == plain["memory"]["parameters"][0]
