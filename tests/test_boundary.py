@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.runtime.boundary import Header, Layout, Message, Packet, describe, tensors_of
+from engine.runtime.boundary import Header, Layout, Message, Packet, Parcel, describe, tensors_of
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -19,11 +19,10 @@ DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool, torch.comp
 
 def sent(layout: Layout, tensors: Sequence[torch.Tensor | None], header: Header) -> torch.Tensor:
     """The bytes of a message, from a packet that has been used before."""
-    around = torch.full(
-        (layout.nbytes + 8192,), 7, dtype=torch.uint8
-    )  # a packet may lie in the middle of a larger memory
-    packet = Packet(layout, around[4096:][: layout.nbytes])
-    packet.buffer.fill_(255)
+    around = torch.full((layout.nbytes + 8192,), 7, dtype=torch.uint8)
+    memory = around[4096:][: layout.nbytes]  # a packet may lie in the middle of a larger memory
+    memory.fill_(255)
+    packet = Packet(layout, memory)
     packet.fill([None] * len(tensors), Header(9, 9, 9))
     packet.fill(tensors, header)
     assert (around[:4096] == 7).all() and (around[4096 + layout.nbytes :] == 7).all()
@@ -36,7 +35,7 @@ def through(value: object) -> object:
     layout = message.forward
     buffer = sent(layout, tensors_of(value), Header(3, 4, 5))
     assert buffer.numel() == layout.nbytes
-    tensors, acknowledged = layout.unpack(buffer, 3, 4)
+    tensors, acknowledged = Parcel(layout, buffer).open(3, 4)
     assert acknowledged == 5
     received, _ = message.enter(tensors, torch.zeros((), requires_grad=True))
     return received
@@ -101,14 +100,14 @@ def test_gradients_come_back_and_absent_ones_stay_absent() -> None:
     message = Message(describe((torch.ones(2, requires_grad=True), torch.arange(3), torch.ones(4, requires_grad=True))))
     layout = message.forward
     given = [torch.full((2,), 3.0), torch.arange(3), torch.ones(4)]
-    received, _ = layout.unpack(sent(layout, given, Header(0, 0, 0)), 0, 0)
+    received, _ = Parcel(layout, sent(layout, given, Header(0, 0, 0))).open(0, 0)
     (a, ids, _), box = message.enter(received, torch.zeros((), requires_grad=True))
     assert not ids.requires_grad
     (a * a).sum().backward()
     assert box[0].tolist() == [6.0, 6.0]
     assert box[1] is None
     back = message.backward
-    gradients, _ = back.unpack(sent(back, box, Header(1, 0, 0)), 1, 0)
+    gradients, _ = Parcel(back, sent(back, box, Header(1, 0, 0))).open(1, 0)
     assert gradients[0].tolist() == [6.0, 6.0]
     assert gradients[1] is None
 
@@ -117,7 +116,7 @@ def test_an_in_place_first_layer_spoils_nothing() -> None:
     """Two tensors of one message: one is changed in place after the other was saved for backward."""
     message = Message(describe((torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True))))
     layout = message.forward
-    tensors, _ = layout.unpack(sent(layout, [torch.ones(2), torch.ones(2)], Header(0, 0, 0)), 0, 0)
+    tensors, _ = Parcel(layout, sent(layout, [torch.ones(2), torch.ones(2)], Header(0, 0, 0))).open(0, 0)
     (a, b), box = message.enter(tensors, torch.zeros((), requires_grad=True))
     saved = b * b
     (a.mul_(3).relu_() + saved).sum().backward()
@@ -129,7 +128,7 @@ def test_a_message_out_of_step_is_found() -> None:
     layout = Message(describe(torch.ones(2))).forward
     buffer = sent(layout, [torch.ones(2)], Header(1, 2, 0))
     with pytest.raises(RuntimeError, match=r"expected stage 1, micro-batch 3.*received stage 1, micro-batch 2"):
-        layout.unpack(buffer, 1, 3)
+        Parcel(layout, buffer).open(1, 3)
 
 
 def test_differences_are_named() -> None:

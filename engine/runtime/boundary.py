@@ -16,11 +16,10 @@ an in-place first layer would then invalidate what its neighbours saved.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -28,7 +27,9 @@ from torch.utils import _pytree as pytree
 from engine.job import MessageSpec, TensorSpec
 
 _MAGIC = 0x0050_4950_454C_494E
-_FIXED = 5
+_HEAD = struct.Struct("=5q")  # magic, then what `Header` names, then the bytes of the whole message
+_WHICH = struct.Struct("=3q")
+_MAGIC_BYTES = 8
 _ALIGN = 64
 _NAMES = {kind: str(kind).removeprefix("torch.") for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 
@@ -71,10 +72,10 @@ class Layout:
         self.tensors = tuple(tensors)
         self.dtypes = tuple(getattr(torch, t.dtype) for t in self.tensors)
         self.strides = tuple(dense(t.shape, t.stride) for t in self.tensors)  # where the sender's tensor has those
-        words = _FIXED + sum(1 + len(t.shape) for t in self.tensors)
-        self.header_bytes = _aligned(8 * words)
+        self.usual = tuple(word for strides in self.strides for word in (1, *strides))  # what a header says of them
+        self.words = struct.Struct(f"={len(self.usual)}q")
         self.at = []
-        end = self.header_bytes
+        end = _aligned(_HEAD.size + self.words.size)
         for spec, dtype in zip(self.tensors, self.dtypes, strict=True):
             self.at.append(end)
             end = _aligned(end + torch.Size(spec.shape).numel() * dtype.itemsize)
@@ -87,60 +88,102 @@ class Layout:
         whole = torch.empty(0, dtype=dtype, device=buffer.device)
         return whole.set_(buffer.untyped_storage(), start, self.tensors[index].shape, tuple(strides))
 
-    def unpack(self, buffer: Tensor, stage: int, microbatch: int) -> tuple[list[Tensor | None], int]:
-        """The tensors over `buffer` (no copy) and the sender's acknowledged count.
-
-        Raises RuntimeError where it is not the message of (stage, microbatch). On a GPU the header is not read (that
-        would stop the host until the transfer is done): strides are the layout's, nothing is absent or acknowledged.
-        """
-        if buffer.device.type != "cpu":
-            return [self.over(buffer, i, strides) for i, strides in enumerate(self.strides)], 0
-        words = _header_of(buffer, self.header_bytes).tolist()
-        if words[0] != _MAGIC or words[4] != self.nbytes or words[1] != stage or words[2] != microbatch:
-            raise RuntimeError(
-                f"expected stage {stage}, micro-batch {microbatch}, {self.nbytes} bytes, "
-                f"received stage {words[1]}, micro-batch {words[2]}, {words[4]} bytes"
-            )
-        tensors: list[Tensor | None] = []
-        at = _FIXED
-        for index, spec in enumerate(self.tensors):
-            end = at + 1 + len(spec.shape)
-            tensors.append(self.over(buffer, index, words[at + 1 : end]) if words[at] else None)
-            at = end
-        return tensors, words[3]
+    def places(self, buffer: Tensor) -> list[Tensor]:
+        """All tensors over a message's buffer, with the layout's strides."""
+        return [self.over(buffer, i, strides) for i, strides in enumerate(self.strides)]
 
 
 class Packet:
     """A message to be filled and sent, over and over: its buffer (uint8, `layout.nbytes`), and views of the header and
-    of each tensor's place."""
+    of each tensor's place. What a header says in every message stays in it."""
 
     def __init__(self, layout: Layout, buffer: Tensor) -> None:
         self.layout = layout
         self.buffer = buffer
-        self._places = [layout.over(self.buffer, i, strides) for i, strides in enumerate(layout.strides)]
-        self._header = _header_of(buffer, layout.header_bytes) if buffer.device.type == "cpu" else None
+        self._places = layout.places(buffer)
+        self._header = _memory_of(buffer)
+        if self._header is not None:
+            _HEAD.pack_into(self._header, 0, _MAGIC, 0, 0, 0, layout.nbytes)
+        self._usual = False  # whether the header says that all is there, with the layout's strides
 
     def fill(self, tensors: Sequence[Tensor | None], header: Header) -> None:
         """Copy the tensors in and write the header; None: absent (on a GPU, where no header is read: zeros)."""
-        words = [_MAGIC, header.stage, header.microbatch, header.acknowledged, self.layout.nbytes]
-        for index, tensor in enumerate(tensors):
-            place, strides = self._places[index], self.layout.strides[index]
-            if tensor is None:
-                place.zero_()
-            elif self._header is None or tensor.stride() == strides:
+        layout, usual = self.layout, True
+        for place, tensor, strides in zip(self._places, tensors, layout.strides, strict=True):
+            if tensor is not None and tensor.stride() == strides:
                 place.copy_(tensor)
             else:
+                usual = False
+        if self._header is None:
+            self._fill_unread(tensors)
+            return
+        if not usual:
+            layout.words.pack_into(self._header, _HEAD.size, *self._fill_unusual(tensors))
+        elif not self._usual:
+            layout.words.pack_into(self._header, _HEAD.size, *layout.usual)
+        self._usual = usual
+        _WHICH.pack_into(self._header, _MAGIC_BYTES, *header)
+
+    def _fill_unusual(self, tensors: Sequence[Tensor | None]) -> list[int]:
+        """The tensors that are absent or laid out otherwise; what the header says of all."""
+        words: list[int] = []
+        for index, tensor in enumerate(tensors):
+            strides = self.layout.strides[index]
+            if tensor is None:
+                self._places[index].zero_()
+            elif tensor.stride() != strides:
                 strides = dense(tensor.shape, tensor.stride())
                 self.layout.over(self.buffer, index, strides).copy_(tensor)
-            words.append(tensor is not None)
-            words.extend(strides)
-        if self._header is not None:
-            self._header[: len(words)] = words
+            words += [tensor is not None, *strides]
+        return words
+
+    def _fill_unread(self, tensors: Sequence[Tensor | None]) -> None:
+        """The same where the other side takes everything as laid out as usual."""
+        for place, tensor, strides in zip(self._places, tensors, self.layout.strides, strict=True):
+            if tensor is None:
+                place.zero_()
+            elif tensor.stride() != strides:
+                place.copy_(tensor)
 
 
-def _header_of(buffer: Tensor, nbytes: int) -> npt.NDArray[np.int64]:
-    """The header of a message as words, over the same memory."""
-    return buffer.numpy()[:nbytes].view(np.int64)
+class Parcel:
+    """A message to be received: its buffer (uint8, `layout.nbytes`), and its tensors, ready for when it is there."""
+
+    def __init__(self, layout: Layout, buffer: Tensor) -> None:
+        self.layout = layout
+        self.buffer = buffer
+        self._tensors = layout.places(buffer)
+        self._header = _memory_of(buffer)
+
+    def open(self, stage: int, microbatch: int) -> tuple[list[Tensor | None], int]:
+        """The tensors over the buffer (no copy) and the sender's acknowledged count.
+
+        Raises RuntimeError where it is not the message of (stage, microbatch). On a GPU the header is not read (that
+        would stop the host until the transfer is done): strides are the layout's, nothing is absent or acknowledged.
+        """
+        tensors: list[Tensor | None] = list(self._tensors)
+        if self._header is None:
+            return tensors, 0
+        layout = self.layout
+        magic, of_stage, of_microbatch, acknowledged, nbytes = _HEAD.unpack_from(self._header)
+        if magic != _MAGIC or nbytes != layout.nbytes or of_stage != stage or of_microbatch != microbatch:
+            raise RuntimeError(
+                f"expected stage {stage}, micro-batch {microbatch}, {layout.nbytes} bytes, "
+                f"received stage {of_stage}, micro-batch {of_microbatch}, {nbytes} bytes"
+            )
+        words = layout.words.unpack_from(self._header, _HEAD.size)
+        if words != layout.usual:
+            at = 0
+            for index, spec in enumerate(layout.tensors):
+                end = at + 1 + len(spec.shape)
+                tensors[index] = layout.over(self.buffer, index, words[at + 1 : end]) if words[at] else None
+                at = end
+        return tensors, acknowledged
+
+
+def _memory_of(buffer: Tensor) -> memoryview | None:
+    """The bytes of a message, where its header is read."""
+    return buffer.numpy().data if buffer.device.type == "cpu" else None
 
 
 class Message:
@@ -153,12 +196,15 @@ class Message:
         self.spec = spec
         self.tree = pytree.tree_structure(spec.template)
         self._single = isinstance(spec.template, TensorSpec)  # by far the most frequent: needs no tree
+        self._first = next(((t.shape, getattr(torch, t.dtype), t.requires_grad) for t in spec.tensors), None)
         self.forward = Layout(spec.tensors)
         self.backward = Layout([t for t in spec.tensors if t.requires_grad])
 
     def mismatch(self, value: Any) -> str | None:
         """How a nesting differs (structure, shape, dtype, grad, constants), or None. Strides may differ."""
         if self._single and isinstance(value, Tensor):
+            if (value.shape, value.dtype, value.requires_grad) == self._first:
+                return None
             difference = _difference(value, self.spec.leaves[0])
             return difference and f"position 0: {difference}"
         leaves, tree = pytree.tree_flatten(value)

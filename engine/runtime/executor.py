@@ -237,8 +237,11 @@ class Executor:
             self._see_live(more, nbytes)
 
     def _see_live(self, more: int = 0, nbytes: int = 0) -> None:
-        self.peak_in_flight = max(self.peak_in_flight, more + sum(s.in_flight for s in self.stages.values()))
-        self.peak_bytes = max(self.peak_bytes, nbytes + sum(s.live_bytes for s in self.stages.values()))
+        for stage in self.stages.values():
+            more += stage.in_flight
+            nbytes += stage.live_bytes
+        self.peak_in_flight = max(self.peak_in_flight, more)
+        self.peak_bytes = max(self.peak_bytes, nbytes)
 
     # -- messages --------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.runtime.boundary import Header, Layout, Packet
+from engine.runtime.boundary import Header, Layout, Packet, Parcel
 from engine.runtime.transport import Channel, Edge, Transport, Work
 
 ONE_WAY = 2
@@ -32,8 +32,7 @@ class Pending(NamedTuple):
     """A receive that has been posted."""
 
     work: Work
-    buffer: Tensor
-    layout: Layout
+    parcel: Parcel
     key: Key
 
 
@@ -42,7 +41,8 @@ class _Outgoing:
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self._under_way: deque[tuple[Work, Layout, Packet]] = deque()
+        self.acknowledged = 0  # messages that the other side has consumed, counted over the whole run
+        self._under_way: deque[tuple[Work, Packet]] = deque()
         self._done = 0
         self._spare: dict[Layout, list[Packet]] = {}
 
@@ -50,14 +50,12 @@ class _Outgoing:
         spare = self._spare.get(layout)
         return spare.pop() if spare else Packet(layout, self.channel.empty(layout.nbytes, device))
 
-    def send(self, layout: Layout, packet: Packet) -> None:
-        while self._under_way and self._under_way[0][0].done():
-            self._finish()
-        self._under_way.append((self.channel.isend(packet.buffer), layout, packet))
+    def send(self, packet: Packet) -> None:
+        self._under_way.append((self.channel.isend(packet.buffer), packet))
 
-    def acknowledge(self, consumed: int) -> None:
-        """The other side has consumed so many of our messages, counted over the whole run."""
-        while self._under_way and self._done < consumed:
+    def tidy(self) -> None:
+        """Put aside what is known to be done."""
+        while self._under_way and (self._done < self.acknowledged or self._under_way[0][0].done()):
             self._finish()
 
     def limit(self, most: int) -> None:
@@ -65,10 +63,10 @@ class _Outgoing:
             self._finish()
 
     def _finish(self) -> None:
-        work, layout, packet = self._under_way.popleft()
+        work, packet = self._under_way.popleft()
         work.wait()
         self._done += 1
-        self._spare.setdefault(layout, []).append(packet)
+        self._spare.setdefault(packet.layout, []).append(packet)
 
     def __len__(self) -> int:
         return len(self._under_way)
@@ -92,20 +90,23 @@ class Links:
         if key not in self._incoming:
             self._incoming[key] = self._transport.channel(Edge(self._base + peer, self._transport.rank, kind))
             self._consumed[key] = 0
-        buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
-        return Pending(self._incoming[key].irecv(buffer), buffer, layout, key)
+        parcel = Parcel(layout, torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device))
+        pending = Pending(self._incoming[key].irecv(parcel.buffer), parcel, key)
+        if (peer, _OPPOSITE[kind]) in self._outgoing:
+            self._outgoing[peer, _OPPOSITE[kind]].tidy()
+        return pending
 
     def receive(self, pending: Pending, stage: int, microbatch: int) -> list[Tensor | None]:
         """Wait for a posted receive; its tensors. RuntimeError where it is not the message of (stage, microbatch)."""
         pending.work.wait()
         peer, kind = pending.key
         try:
-            tensors, acknowledged = pending.layout.unpack(pending.buffer, stage, microbatch)
+            tensors, acknowledged = pending.parcel.open(stage, microbatch)
         except RuntimeError as error:
             raise RuntimeError(f"message {kind} from rank {peer} of the pipeline is out of step: {error}") from None
         self._consumed[pending.key] += 1
         if acknowledged:
-            self._outgoing[peer, _OPPOSITE[kind]].acknowledge(acknowledged)
+            self._outgoing[peer, _OPPOSITE[kind]].acknowledged = acknowledged
         return tensors
 
     def send(
@@ -119,7 +120,8 @@ class Links:
         outgoing = self._outgoing[key]
         packet = outgoing.packet(layout, self._device)
         packet.fill(tensors, Header(stage, microbatch, self._consumed.get((peer, _OPPOSITE[kind]), 0)))
-        outgoing.send(layout, packet)
+        outgoing.send(packet)  # it is on its way, everything else can wait until then
+        outgoing.tidy()
         self.bytes_sent += layout.nbytes
 
     def limit(self, most: int) -> None:

@@ -70,6 +70,7 @@ class Stage:
         self.versions: Versions | None = None  # given where the schedule is asynchronous
         self.ready: Callable[[], None] = lambda: None  # returns when the parameters may be used
         self.tracer: Tracer | None = None  # told what each layer of a forward in training takes
+        self.live_bytes = 0  # kept by autograd for micro-batches in flight, and for weight gradients to come
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._live: dict[int, _Live] = {}
         self._later: dict[int, tuple[Later, int]] = {}  # between I and W: what is left to do, and the bytes it holds
@@ -170,6 +171,7 @@ class Stage:
             after = (last, tensors_of(output)) if total is None else (last + 1, [total])
             self._count([*self._reached, (after[0], [t.grad_fn for t in after[1]])], microbatch, rows)
         self._live[microbatch] = _Live(box, roots, total, self._saved[rows], later)
+        self.live_bytes += self._saved[rows]
         return output, None if total is None else total.detach()
 
     def _scored(self, loss: Callable[[Any], Tensor], output: Any) -> Tensor:
@@ -199,6 +201,7 @@ class Stage:
         On the last stage `count` is what the global batch counted; a batch that counted nothing adds nothing.
         """
         live = self._live.pop(microbatch)
+        self.live_bytes -= live.nbytes
         assert live.later is None, "a micro-batch whose backward comes in halves"
         start = _start(live, gradients, count)
         if self.versions is None:
@@ -212,14 +215,17 @@ class Stage:
     ) -> list[Tensor | None]:
         """The same without the weight gradients that can wait: what only these need is all that stays alive."""
         live = self._live.pop(microbatch)
+        self.live_bytes -= live.nbytes
         assert live.later is not None, "a micro-batch whose backward comes whole"
         live.later.backward(*_start(live, gradients, count))
         self._later[microbatch] = live.later, live.later.nbytes
+        self.live_bytes += live.later.nbytes
         return live.box
 
     def backward_weight(self, microbatch: int) -> None:
         """The weight gradients that `backward_input` has left, added to `.grad`."""
-        later, _ = self._later.pop(microbatch)
+        later, held = self._later.pop(microbatch)
+        self.live_bytes -= held
         later.run()
 
     def waiting(self, microbatch: int) -> set[Tensor]:
@@ -243,11 +249,6 @@ class Stage:
     def in_flight(self) -> int:
         """Micro-batches whose forward ran and whose (input-)backward did not."""
         return len(self._live)
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes that autograd keeps for the micro-batches in flight, and those kept for weight gradients to come."""
-        return sum(live.nbytes for live in self._live.values()) + sum(held for _, held in self._later.values())
 
 
 def _start(

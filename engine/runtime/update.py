@@ -54,10 +54,12 @@ class Norms:
         present = norms[norms != _ABSENT].to(self._dtype)
         return torch.linalg.vector_norm(present, self._power) if len(present) else present.new_zeros(())
 
-    def local(self) -> float:
-        """2-norm of what this rank counts, for the log."""
+    def local(self) -> Callable[[], float]:
+        """2-norm of what this rank counts, for the log: a function that may be called when there is time for it, even
+        if the gradients have gone by then."""
         grads = [p.grad for p in self._parameters if p.grad is not None]
-        return float(torch.nn.utils.get_total_norm(grads)) if grads else 0.0
+        norms = list(torch._foreach_norm(grads)) if grads else []
+        return lambda: float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
 
 class PieceNorms(Norms):

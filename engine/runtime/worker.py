@@ -99,12 +99,12 @@ class Worker:
         self.window: Window | None = None  # the present one of an asynchronous schedule
         for number, stage in self.stages.items() if job.windows else ():
             stage.versions = Versions(number, [layer.module for layer in stage.layers])
-        self._unsent: tuple[dict[str, Any], dict[str, npt.NDArray[np.int64]]] | None = None
         self._held: Held | None = Held(
             self.stages.values(), self.reducers.values(), self.update, bool(self.sharded)
         )  # until it is told
+        self._unsent: tuple[dict[str, Any], dict[str, npt.NDArray[np.int64]], Callable[[], float]] | None = None
         self._norm: float | None = None
-        self._local_norm = 0.0
+        self._local_norm: Callable[[], float] = lambda: 0.0
 
     def _reducers(self) -> dict[int, Reducer]:
         """In the order of their REDUCE actions: the last stage first."""
@@ -195,7 +195,6 @@ class Worker:
             "microbatches": microbatches,
             "lr": lr,
             "grad_norm": self._norm,
-            "local_grad_norm": self._local_norm,
             "loss_sum": sum(losses) if self.last_here else None,
             "loss_count": counted if self.last_here else None,
             "peak_in_flight": self.executor.peak_in_flight,
@@ -209,7 +208,7 @@ class Worker:
         arrays = {"spans": traced.spans, "pairs": traced.pairs, "layers": self._layers(traced.layers)}
         if versions:
             arrays["versions"] = np.concatenate([each.told() for each in versions])
-        self._unsent = record, arrays
+        self._unsent = record, arrays, self._local_norm
 
     def _layers(self, lasted: dict[int, int]) -> npt.NDArray[np.int64]:
         """Of each layer here, where the step was traced: its number, ns of its forwards, bytes that a micro-batch
@@ -229,8 +228,8 @@ class Worker:
     def _flush(self) -> None:
         """Post the record that is held back."""
         if self._unsent is not None:
-            (record, arrays), self._unsent = self._unsent, None
-            self.post(encode("step", record, arrays))
+            (record, arrays, norm), self._unsent = self._unsent, None
+            self.post(encode("step", record | {"local_grad_norm": norm()}, arrays))
 
     # -- many steps without a drain --------------------------------------------------------------------------------
 

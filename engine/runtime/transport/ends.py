@@ -17,7 +17,6 @@ import time
 from collections import deque
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,8 +25,8 @@ from engine.runtime.transport.c10d import as_bytes
 from engine.runtime.transport.segments import Mapped, Segments, Slot
 
 RING = 2**13  # entries: messages of one channel that may be under way at once
-_ENTRY = 3  # words of an entry: segment, offset, bytes
-_RING_BYTES = RING * _ENTRY * 8
+_ENTRY = struct.Struct("=3q")  # segment, offset, bytes
+_RING_BYTES = RING * _ENTRY.size
 _ATTENTION_S = 0.02  # how long a rank that waits for a send leaves its posted receives alone
 _SIZE = struct.Struct("q")
 
@@ -59,8 +58,7 @@ class _End(AnyMemory):
 
     def _take(self, entries: int, arrived: int, taken: int) -> None:
         """Map the ring, keep the counters."""
-        memory = mmap.mmap(entries, _RING_BYTES)
-        self._ring = np.frombuffer(memory, np.int64).reshape(RING, _ENTRY)
+        self._ring = mmap.mmap(entries, _RING_BYTES)
         os.close(entries)
         self._fds = [arrived, taken]
         self._arrived_fd, self._taken_fd = arrived, taken
@@ -88,6 +86,11 @@ class _End(AnyMemory):
         if self._transport.aborted:
             raise PeerLost(f"{self.what()}: this rank was aborted", self._peer)
         raise PeerLost(f"{self.what()}: the peer closed its end", self._peer)
+
+    def _entry(self, number: int) -> tuple[int, int, int]:
+        """Segment, offset and bytes of message `number`."""
+        segment, offset, nbytes = _ENTRY.unpack_from(self._ring, number % RING * _ENTRY.size)
+        return segment, offset, nbytes
 
     def what(self) -> str:
         """What this end waits for."""
@@ -138,16 +141,18 @@ class SendingEnd(_End):
     def isend(self, tensor: Tensor) -> Work:
         data = as_bytes(tensor, self.edge)
         nbytes = data.numel()
-        self.taken()
         if self._sent - self._taken == RING:  # rather wait than overwrite an entry that was not read
             self.wait(self._sent - RING)
         own = self._own.get(data.data_ptr()) if nbytes else None
-        slot = own or self._segments.slot(nbytes)
         if own is None:
+            self.taken()
+            slot = self._segments.slot(nbytes)
             slot.memory[:nbytes].copy_(data)
-        self._under_way.append(None if own else slot)
-        self._ring[self._sent % RING] = slot.segment, slot.offset, nbytes
+        else:
+            slot = own
+        _ENTRY.pack_into(self._ring, self._sent % RING * _ENTRY.size, slot.segment, slot.offset, nbytes)
         os.eventfd_write(self._arrived_fd, 1)
+        self._under_way.append(None if own else slot)
         self.bytes_sent += nbytes
         self._sent += 1
         return _Sent(self, self._sent - 1, copied=own is None)
@@ -167,6 +172,8 @@ class SendingEnd(_End):
 
     def wait(self, number: int) -> None:
         """Until message `number` was taken."""
+        if self.taken() > number:
+            return
         deadline = time.monotonic() + self._transport.timeout_s
         while self._taken <= number:
             self._transport.fill_posted()
@@ -180,7 +187,7 @@ class SendingEnd(_End):
             self._count(self._next(0))
 
     def what(self) -> str:
-        return f"send of {int(self._ring[self._taken % RING, 2])} bytes on {self.edge}, peer {self._peer}"
+        return f"send of {self._entry(self._taken)[2]} bytes on {self.edge}, peer {self._peer}"
 
 
 class _Sent:
@@ -243,8 +250,8 @@ class ReceivingEnd(_End):
                 self._lock.release()
 
     def _copy(self, receive: _Receive) -> None:
-        segment, offset, nbytes = self._ring[self._read % RING].tolist()
-        if nbytes != receive.data.numel():
+        segment, offset, nbytes = self._entry(self._read)
+        if nbytes != len(receive.memory):
             self._posted.appendleft(receive)  # every later wait says the same
             raise ValueError(
                 f"{self.edge}: rank {self.edge.src} sends {nbytes} bytes, "
@@ -253,7 +260,7 @@ class ReceivingEnd(_End):
         while segment >= len(self._mapped):  # announced before the message that lies in it
             data, (fd,), _, _ = socket.recv_fds(self._socket, _SIZE.size, 1)
             self._mapped.add(fd, *_SIZE.unpack(data))
-        receive.data.copy_(self._mapped.view(segment, offset, nbytes))
+        self._mapped.copy(segment, offset, receive.data, receive.memory)
         receive.complete = True
         self._read += 1
         os.eventfd_write(self._taken_fd, 1)
@@ -266,10 +273,11 @@ class ReceivingEnd(_End):
 class _Receive:
     """A posted receive. Keeps its buffer."""
 
-    __slots__ = ("_end", "complete", "data")
+    __slots__ = ("_end", "complete", "data", "memory")
 
     def __init__(self, end: ReceivingEnd, data: Tensor) -> None:
         self._end, self.data, self.complete = end, data, False
+        self.memory = data.numpy().data
 
     def done(self) -> bool:
         return self.complete

@@ -21,6 +21,7 @@ from torch import Tensor
 
 LEAST_BYTES = 4096  # of a slot: a page, so that every slot is aligned for any use
 MOST_BYTES = 2**26  # of a segment with more than one slot
+SHORT_BYTES = 2**15  # copied without torch, which takes longer to begin but leaves other threads alone
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")  # nobody can pull the memory from under the other side
 
 
@@ -73,7 +74,7 @@ class Mapped:
     """The receiver's side: the segments it was handed, in the order in which they were made."""
 
     def __init__(self) -> None:
-        self._segments: list[Tensor] = []
+        self._segments: list[tuple[memoryview, Tensor]] = []
 
     def __len__(self) -> int:
         return len(self._segments)
@@ -83,16 +84,22 @@ class Mapped:
         try:
             if os.fstat(fd).st_size != nbytes:
                 raise ValueError(f"a segment of {os.fstat(fd).st_size} bytes, announced as {nbytes}")
-            self._segments.append(torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8))
+            memory = mmap.mmap(fd, nbytes)
+            self._segments.append((memoryview(memory), torch.frombuffer(memory, dtype=torch.uint8)))
         finally:
             os.close(fd)
 
-    def view(self, segment: int, offset: int, nbytes: int) -> Tensor:
-        """uint8 [nbytes]. ValueError where the peer points outside of what it shared."""
-        memory = self._segments[segment]
-        if not 0 <= offset <= memory.numel() - nbytes:
-            raise ValueError(f"{nbytes} bytes at {offset} of a segment of {memory.numel()}")
-        return memory[offset : offset + nbytes]
+    def copy(self, segment: int, offset: int, target: Tensor, bytes_of_target: memoryview) -> None:
+        """Fill `target` (uint8 [n]; also given as its bytes) from a place. ValueError where the peer points outside of
+        what it shared."""
+        memory, tensor = self._segments[segment]
+        end = offset + len(bytes_of_target)
+        if not 0 <= offset <= end <= len(memory):
+            raise ValueError(f"{end - offset} bytes at {offset} of a segment of {len(memory)}")
+        if end - offset <= SHORT_BYTES:
+            bytes_of_target[:] = memory[offset:end]
+        else:
+            target.copy_(tensor[offset:end])
 
 
 def size_of(nbytes: int) -> int:
