@@ -268,6 +268,7 @@ def test_the_report_says_what_kind_of_training_it_was(
     assert told["microbatches_per_update"] == (1 if schedule is PIPEDREAM else 4)
     assert summary["bubble"]["ideal"] == pytest.approx(0, abs=1e-9)
     assert 0 <= summary["bubble"]["predicted"] <= told["predicted_with_transfer"] + 1e-9 < 1
+    assert 0 < told["predicted_with_variation"] < 1
     assert "beyond what is usual" not in console.getvalue()
     for text in (console.getvalue(), (tmp_path / "report.txt").read_text()):
         assert (

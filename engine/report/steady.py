@@ -5,6 +5,7 @@ meanwhile: what a rank waits for in an update may have been sent in the one befo
 at as well, and so are its computations (waiting at the beginning of an update is not filling the pipeline).
 
     ideal, predicted    simulated as in `measure`, over the middle of a long program (plan/steady.py)
+    explained           a whole window simulated, each computation as long as it was, messages as long as on average
     measured            mean over the steady updates; over all of them where no window has any
 """
 
@@ -12,12 +13,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.job import Job
-from engine.plan.actions import COMPUTE
+from engine.plan.actions import COMPUTE, Op
+from engine.plan.schedules import SCHEDULES
 from engine.plan.simulate import Costs, simulate
 from engine.plan.steady import SteadyState, steady_program, steady_state
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
@@ -27,6 +30,7 @@ from engine.report.observed import Observed, durations
 from engine.report.overlap import Overlap
 from engine.report.waterfall import Waterfall
 
+MOST_UPDATES = 1000  # of a window that is simulated as a whole
 _CONTEXT = (*COMPUTE_KINDS, Kind.SEND_F, Kind.SEND_B)  # what of the update before is looked at
 
 
@@ -40,6 +44,8 @@ class SteadyMeasure:
         self._every, self._steady = (Sums.zero(job.world, self._stages, 1) for _ in range(2))
         self._before = -1  # the last update that was added
         self._recent: deque[Timeline] = deque(maxlen=2 * job.ranks + 1)
+        self._window: list[Timeline] = []  # the present window, while every update of it was traced
+        self._explained: float | None = None
         self.waterfall: Waterfall | None = None  # it is one of whole steps
         self.overlap: Overlap | None = None  # so is this
         self.observed: Observed | None = None  # and so is this
@@ -58,6 +64,7 @@ class SteadyMeasure:
         for sums in (self._every, self._steady) if steady else (self._every,):
             sums.take(found)
             _add_costs(sums, timeline)
+        self._keep(timeline, position, length)
         self._recent.append(timeline)
         self._before = step
         self.last = self.last_whole = joined(self._recent)
@@ -75,8 +82,42 @@ class SteadyMeasure:
         return Bubbles(
             sums.steps, *means, costs, ideal.bubble, predicted.bubble,
             ideal.period * updates, predicted.period * updates, simulated,
-            with_transfer=self._simulate(costs, latency)[0].bubble, steady=sums is self._steady,
+            with_transfer=self._simulate(costs, latency)[0].bubble, explained=self._explained,
+            steady=sums is self._steady,
         )  # fmt: skip
+
+    def _keep(self, timeline: Timeline, position: int, length: int) -> None:
+        """The update at `position` of a window of `length`; what the last one completes is simulated."""
+        if position == len(self._window) and 2 * self._job.ranks < length <= MOST_UPDATES:
+            self._window.append(timeline)
+        else:
+            self._window = []
+        if len(self._window) == length:
+            self._explained = self._explain(self._window)
+            self._window = []
+
+    def _explain(self, window: Sequence[Timeline]) -> float | None:
+        """The bubble of the middle of a window, the mean over replicas, each computation as long as it was.
+
+        None where the spans are not those of a whole window.
+        """
+        job, stream = self._job, SCHEDULES[self._job.compute.name].stream
+        assert stream is not None
+        latency = self._every.means()[2]
+        bubbles = []
+        for replica in range(job.replicas):
+            own = [_computations(each, replica * job.ranks + np.arange(job.ranks)) for each in window]
+            updates = [int(((kind == Kind.B) & (stage == 0)).sum()) for kind, stage, _, _ in own]
+            program = stream.build(job.ranks, updates, **job.settings.schedule_options)
+            kind, stage, microbatch, seconds = map(np.concatenate, zip(*own, strict=True))
+            if microbatch.max(initial=0) >= program.microbatches:
+                return None
+            costs = np.full((len(COMPUTE), self._stages, program.microbatches), np.nan)
+            costs[kind, stage, microbatch] = seconds
+            if np.isnan(costs[[Op.F, Op.B]]).any():
+                return None
+            bubbles.append(steady_state(program, simulate(program, Costs(costs, latency))).bubble)
+        return float(np.mean(bubbles))
 
     def _simulate(self, costs: Floats, transfer: Floats) -> tuple[SteadyState, Timeline]:
         shape = (len(COMPUTE), self._stages, self.program.microbatches)
@@ -89,6 +130,19 @@ def _add_costs(sums: Sums, timeline: Timeline) -> None:
     place = (timeline.kind[compute], timeline.stage[compute], np.zeros(int(compute.sum()), dtype=np.int64))
     np.add.at(sums.count, place, 1)
     np.add.at(sums.duration, place, durations(timeline)[compute])
+
+
+def _computations(
+    timeline: Timeline, ranks: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.floating[Any]]]:
+    """Kind, stage, micro-batch and seconds of the computations of some ranks."""
+    chosen = np.isin(timeline.kind, COMPUTE_KINDS) & np.isin(timeline.rank, ranks)
+    return (
+        timeline.kind[chosen],
+        timeline.stage[chosen],
+        timeline.microbatch[chosen],
+        durations(timeline)[chosen] * 1e-9,
+    )
 
 
 def joined(timelines: Sequence[Timeline]) -> Timeline:

@@ -159,6 +159,7 @@ def _asynchronous(job: Job, bubbles: Bubbles | None) -> dict[str, Any] | None:
         "microbatches_per_update": job.microbatches,
         "steady_updates": bubbles.steps if bubbles and bubbles.steady else 0,
         "predicted_with_transfer": bubbles.with_transfer if bubbles else None,
+        "predicted_with_variation": bubbles.explained if bubbles else None,
     }
 
 
