@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -30,12 +31,13 @@ from benchmarks import (
     waterfall,
 )  # fmt: skip
 from benchmarks.cases import CASES, FIELD, GROUPS, Case
-from benchmarks.figures import Run, compare, critical_path, share, step_time, table
+from benchmarks.figures import Run, Step, compare, critical_path, share, step_time, table
 from benchmarks.options import parser
-from benchmarks.sides import medians, trace_durations
+from benchmarks.sides import of_calls, of_timeline
 from engine.collectives.layout import cut
 from engine.config import CONF, load
 from engine.plan.schedules import build
+from engine.plan.timeline import Timeline
 from engine.runtime.build import build_stages
 from engine.runtime.prepare import prepare
 from models.sleep import Sleeper
@@ -44,14 +46,19 @@ seconds = st.floats(1e-4, 1.0)
 EIGHT = build("1f1b", 4, 8)
 
 
-def equal(stages: int, forward: float, backward: float) -> dict[str, list[float]]:
-    return {"F": [forward] * stages, "B": [backward] * stages}
+def equal(stages: int, microbatches: int, forward: float, backward: float) -> dict[str, list[list[float]]]:
+    return {"F": [[forward] * microbatches] * stages, "B": [[backward] * microbatches] * stages}
+
+
+def run(seconds: float, forward: float, backward: float, **details: Any) -> Run:
+    """A run of EIGHT whose steps were all the same."""
+    return Run(seconds, EIGHT, [Step(seconds, equal(4, 8, forward, backward))] * 3, details)
 
 
 @given(st.integers(1, 5), st.integers(1, 9), seconds, seconds)
 def test_critical_path_of_equal_stages(ranks: int, microbatches: int, forward: float, backward: float) -> None:
     for schedule in ("gpipe", "1f1b"):
-        path = critical_path(build(schedule, ranks, microbatches), equal(ranks, forward, backward))
+        path = critical_path(build(schedule, ranks, microbatches), equal(ranks, microbatches, forward, backward))
         assert path == pytest.approx((microbatches + ranks - 1) * (forward + backward))
 
 
@@ -59,7 +66,10 @@ def test_critical_path_of_equal_stages(ranks: int, microbatches: int, forward: f
 def test_critical_path_of_gpipe_with_unequal_stages(costs: list[tuple[float, float]], microbatches: int) -> None:
     forward, backward = map(list, zip(*costs, strict=True))
     want = sum(forward) + sum(backward) + (microbatches - 1) * (max(forward) + max(backward))
-    path = critical_path(build("gpipe", len(costs), microbatches), {"F": forward, "B": backward})
+    durations = {
+        op: [[cost] * microbatches for cost in of_stages] for op, of_stages in (("F", forward), ("B", backward))
+    }
+    path = critical_path(build("gpipe", len(costs), microbatches), durations)
     assert path == pytest.approx(want)
 
 
@@ -72,9 +82,8 @@ def test_step_time_is_the_median_period_after_the_warmup() -> None:
 
 
 def test_ratio_excess_and_share() -> None:
-    durations = equal(4, 0.005, 0.010)  # eight micro-batches: 11 x 15 ms
-    ours = [Run(0.165 * excess, EIGHT, durations) for excess in (1.04, 1.05, 1.9)]
-    peer = [Run(0.165 * excess, EIGHT, durations) for excess in (1.2, 1.1, 1.0)]
+    ours = [run(0.165 * excess, 0.005, 0.010) for excess in (1.04, 1.05, 1.9)]  # eight micro-batches: 11 x 15 ms
+    peer = [run(0.165 * excess, 0.005, 0.010) for excess in (1.2, 1.1, 1.0)]
     row = compare(ours, peer, {"1 thread": [3.0, 1.0, 2.0]})
     assert row["ratio"] == pytest.approx(1.05 / 1.1)
     assert row["ours"]["critical_path_s"] == pytest.approx(0.165)
@@ -86,9 +95,9 @@ def test_ratio_excess_and_share() -> None:
 
 
 def test_excess_is_over_each_runs_own_durations() -> None:
-    """A side whose sleeps overshoot more is not charged for it."""
-    ours = [Run(0.33, EIGHT, equal(4, 0.010, 0.020))]
-    peer = [Run(0.33, EIGHT, equal(4, 0.005, 0.010))]
+    """A side whose sleeps overshoot more is not charged for it, nor is a step in which one of them does."""
+    ours = [run(0.33, 0.010, 0.020)]
+    peer = [run(0.33, 0.005, 0.010)]
     row = compare(ours, peer, {})
     assert row["ours"]["excess"] == pytest.approx(0.0)
     assert row["peer"]["excess"] == pytest.approx(1.0)
@@ -101,7 +110,7 @@ def test_share_of_a_peer_without_excess_is_not_a_number() -> None:
 
 
 def test_result_is_json_and_a_table() -> None:
-    runs = [Run(0.2, EIGHT, equal(4, 0.005, 0.010), {"loss": 1.0})]
+    runs = [run(0.2, 0.005, 0.010, loss=1.0)]
     rows = {
         "sleep": compare(runs, runs, {}),
         "gpt": compare(runs, runs, {"1 thread": [0.5], "all threads": [0.25]}),
@@ -114,26 +123,52 @@ def test_result_is_json_and_a_table() -> None:
     assert len(head) == len(sleep) == len(gpt)
 
 
-def test_durations_are_read_from_a_trace() -> None:
-    def span(name: str, dur: float, ph: str = "X", cat: str = "compute") -> dict[str, object]:
-        return {"name": name, "ph": ph, "pid": 0, "tid": 0, "ts": 0.0, "dur": dur, "cat": cat}
+def test_excess_is_over_each_steps_own_durations() -> None:
+    late = equal(4, 8, 0.005, 0.010)
+    late["F"] = [*late["F"][:3], [0.005 + 0.1 * (m == 2) for m in range(8)]]  # one sleep of the last stage took longer
+    found = compare([Run(0.165, EIGHT, [Step(0.165, equal(4, 8, 0.005, 0.010)), Step(0.265, late)])], [], {})
+    assert found["ours"]["excess"] == pytest.approx(0.0)
 
-    spans = [span("0F0", 1000.0), span("0F1", 3000.0), span("0B0", 5000.0), span("1F0", 7000.0), span("1B0", 9000.0)]
-    others = [span("0SEND_F0", 9e9), span("WAIT_F", 9e9), span("0F1", 9e9, "s"), {"ph": "M"}]
-    others.append(span("1F0", 9e9, cat="critical path"))
-    durations = trace_durations({"traceEvents": spans + others}, stages=2)
-    assert durations == {"F": [pytest.approx(0.002), pytest.approx(0.007)], "B": [0.005, pytest.approx(0.009)]}
-    assert medians({("W", "1"): [3.0, 1.0, 2.0]}, stages=2) == {"W": [0.0, 2.0]}
+
+def test_durations_of_a_measured_step() -> None:
+    rows = [(0, 1, 0), (0, 0, 0), (1, 1, 0), (1, 0, 1)]  # kind, stage, micro-batch: F1 of rank 1, F0, B1, B0
+    kind, stage, microbatch = (np.array(column, dtype=np.int32) for column in zip(*rows, strict=True))
+    rank = np.array([1, 0, 1, 0], dtype=np.int32)
+    start = np.array([10, 0, 30, 50]) * 1_000_000
+    windows = np.array([[-1, 99], [5, 70]]) * 1_000_000
+    timeline = Timeline(rank, kind, stage, microbatch, start, start + np.array([1, 2, 3, 4]) * 1_000_000, windows)
+    step = of_timeline(timeline, build("gpipe", 2, 2))
+    assert step.seconds == pytest.approx(0.1)  # of the first rank
+    assert step.durations["F"] == [[pytest.approx(0.002), 0.0], [pytest.approx(0.001), 0.0]]
+    assert step.durations["B"] == [[0.0, pytest.approx(0.004)], [pytest.approx(0.003), 0.0]]
+
+
+def test_calls_are_counted_off_in_the_order_of_the_row() -> None:
+    program = build("zb_v", 2, 4)
+    times: dict[tuple[str, ...], list[float]] = {
+        (op, str(stage)): [100.0 * step + i for step in range(3) for i in range(4)]
+        for op in "FIW"
+        for stage in range(4)
+    }
+    del times["I", "0"]  # done as a part of W
+    found = of_calls(times, program, 2, 3)
+    assert found["I"][0] == [0.0] * 4
+    for op, stage in (("F", 0), ("F", 3), ("I", 2), ("W", 1)):
+        order = [a.microbatch for r in range(2) for a in program.actions(r) if (a.op.name, a.stage) == (op, stage)]
+        assert [found[op][stage][m] for m in order] == [200.0, 201.0, 202.0, 203.0]
+    with pytest.raises(RuntimeError, match="stage 1 did 11 W in 3 steps"):
+        of_calls(times | {("W", "1"): [1.0] * 11}, program, 0, 3)
 
 
 def test_critical_path_of_halves_and_chunks() -> None:
-    """Where F, I and W take equally long, ZB-V has no bubble but askew ends: 25.5 units of 24."""
+    """Where F, I and W take equally long, ZB-V has no bubble: its makespan of 25.5 has askew ends, which the steps
+    before and after fill."""
     program = build("zb_v", 4, 8)
-    assert critical_path(program, {op: [0.5] * 8 for op in "FIW"}) == pytest.approx(25.5)
+    assert critical_path(program, {op: [[0.5] * 8] * 8 for op in "FIW"}) == pytest.approx(24.0)
 
 
 def test_a_row_without_a_peer() -> None:
-    row = compare([Run(0.2, EIGHT, equal(4, 0.005, 0.010))], [], {})
+    row = compare([run(0.2, 0.005, 0.010)], [], {})
     assert (row["peer"], row["ratio"], row["share"]) == (None, None, None)
     assert table({"naive": row}).splitlines()[1].split()[1:4] == ["200.00", "-", "-"]
 
@@ -245,14 +280,16 @@ def test_a_plain_loop_of_the_benchmark_runs(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_steady_state_is_judged_by_what_nothing_explains() -> None:
     def summary(measured: float, predicted: float) -> dict[str, Any]:
-        told = {"asynchronous": {"predicted_with_transfer": predicted}, "weight_versions": [2, 1], "staleness": [1, 0]}
-        return {"bubble": {"measured": measured, "predicted": 0.01}, **told}
+        told = {"predicted_with_transfer": 0.02, "predicted_with_variation": predicted}
+        kept = {"weight_versions": [2, 1], "staleness": [1, 0], "step_time": {"median": 0.05}}
+        return {"bubble": {"measured": measured, "predicted": 0.01}, "asynchronous": told, **kept}
 
     good, bad = (
         pipedream.figures([summary(0.5, 0.5), summary(0.05 + x, 0.04), summary(0.1, 0.1 - x)]) for x in (0, 0.02)
     )
     assert good["beyond"] == pytest.approx(0)
     assert bad["beyond"] == pytest.approx(0.02)
+    assert bad["beyond_ms"] == pytest.approx(1.0)
     assert pipedream.verdict({"a": good}).endswith("none")
     assert "b 0.020" in pipedream.verdict({"a": good, "b": bad | {"beyond": 0.0201}})
 

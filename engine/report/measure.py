@@ -49,8 +49,8 @@ class Bubbles:
     waterfall: Average | None = None
     steady: bool = False  # of an asynchronous schedule: the steps are those of its steady state
     with_transfer: float | None = None  # of an asynchronous schedule: predicted, messages taking `latency`
-    overlap: Overlap | None = None  # of the replicas' reduction, summed over the steps
     explained: float | None = None  # the same, and each computation as long as it was; None where no window is whole
+    overlap: Overlap | None = None  # of the replicas' reduction, summed over the steps
 
     @property
     def measured(self) -> float:

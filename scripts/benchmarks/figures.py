@@ -1,10 +1,12 @@
 """What is computed from the measurements: pure, so that it can be tested without running anything.
 
-The critical path of a schedule is its makespan when every action takes as long as it was seen to take and messages
-take no time. It is formed from each run's own durations, because a sleep of 5 ms takes more than 5 ms. What a step
-takes beyond it is the run's excess: transfers, the interpreter, and waiting for either.
+The critical path of a step is the time from its end to the end of the next where the program is repeated, every action
+takes as long as it took in that step, and messages take no time: the makespan, but for schedules whose ranks end a step
+one after another and begin the next in that order, which hides the askew ends. It is formed from each step's own
+durations, because a sleep of 5 ms takes more than 5 ms, and now and then much more. What a step takes beyond it is its
+excess: transfers, the interpreter, and waiting for either.
 
-    excess = step / critical path - 1          share = excess of ours / excess of the peer
+    excess = step / critical path - 1, the median over steps          share = excess of ours / excess of the peer
 """
 
 from __future__ import annotations
@@ -18,17 +20,29 @@ from typing import Any
 import numpy as np
 
 from engine.plan.actions import COMPUTE, Program
-from engine.plan.simulate import Costs, simulate
+from engine.plan.dependencies import Flat
+from engine.report.replay import Replay
+
+# op ("F", "B", "I", "W") -> seconds, per stage and micro-batch; 0 where there is no such action
+Durations = Mapping[str, Sequence[Sequence[float]]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a run: what it took, and what each of its actions took."""
+
+    seconds: float
+    durations: Durations
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of one side: seconds per step; of a pipeline also what it executed, compute only, and for each kind of
-    action ("F", "B", "I", "W") its median seconds, per stage; 0 where a stage has none."""
+    """One run of one side: seconds per step; of a pipeline also what it executed, compute only, and some steps in
+    detail."""
 
     step_s: float
     program: Program | None = None
-    durations: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    steps: Sequence[Step] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -40,11 +54,12 @@ def step_time(ends: Sequence[float], warmup: int) -> float:
     return median(b - a for a, b in pairwise(kept))
 
 
-def critical_path(program: Program, durations: Mapping[str, Sequence[float]]) -> float:
-    """Seconds that a step takes where each action takes its stage's duration and transfer is free."""
-    none = [0.0] * program.stages
-    duration = np.array([durations.get(op.name, none) for op in COMPUTE])[:, :, None]
-    return float(simulate(program, Costs(duration, np.zeros(program.stages))).end.max())
+def critical_path(program: Program, durations: Durations) -> float:
+    """Seconds from step to step where each action takes its own duration and transfer is free."""
+    none = np.zeros((program.stages, program.microbatches))
+    table = np.array([durations.get(op.name, none) for op in COMPUTE])
+    flat = Flat(program)
+    return Replay(program, replicas=1).period(duration=table[flat.op, flat.stage, flat.microbatch])
 
 
 def compare(
@@ -63,15 +78,23 @@ def compare(
 
 def _side(runs: Sequence[Run]) -> dict[str, Any]:
     programs = [run.program for run in runs if run.program is not None]
-    paths = [critical_path(program, run.durations) for program, run in zip(programs, runs, strict=True)]
-    step = median(run.step_s for run in runs)
+    paths = [
+        [critical_path(program, step.durations) for step in run.steps]
+        for program, run in zip(programs, runs, strict=True)
+    ]
+    excess = [
+        median(step.seconds / path - 1 for step, path in zip(run.steps, of_run, strict=True))
+        for run, of_run in zip(runs, paths, strict=True)
+    ]
+    time = median(run.step_s for run in runs)
     return {
         "step_s": [run.step_s for run in runs],
-        "median_s": step,
-        "critical_path_s": median(paths),
-        "excess": median(run.step_s / path - 1 for run, path in zip(runs, paths, strict=True)),
-        "per_action_s": step * programs[0].ranks / len(programs[0]),
-        "runs": [{"durations": run.durations, **run.details} for run in runs],
+        "median_s": time,
+        "critical_path_s": median(median(of_run) for of_run in paths),
+        "excess": median(excess),
+        "excesses": excess,
+        "per_action_s": time * programs[0].ranks / len(programs[0]),
+        "runs": [{"steps": len(run.steps), **run.details} for run in runs],
     }
 
 

@@ -55,7 +55,7 @@ class TimedStage(PipelineStage):
 
 
 def train(case: Case, rank: int, folder: Path) -> dict[str, Any]:
-    """Run the case's steps on this rank: the ends of its steps, its durations after the warm-up, its last loss.
+    """Run the case's steps on this rank: the ends of its steps, its durations, its last loss.
 
     A schedule of several stages per rank writes its program into `folder`.
     """
@@ -73,10 +73,7 @@ def train(case: Case, rank: int, folder: Path) -> dict[str, Any]:
         schedule._dump_csv(folder / "program.csv", "compute_only")
     inputs, targets = batch_of(case.job)
     ends: list[float] = []
-    for step in range(case.steps):
-        if step == case.warmup:
-            for stage in stages:
-                stage.durations.clear()
+    for _step in range(case.steps):
         optimizer.zero_grad()
         losses: list[torch.Tensor] = []
         given = (inputs,) if 0 in indices else ()

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import median
-from typing import Any
+
+import numpy as np
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from benchmarks.cases import Case
-from benchmarks.figures import Run, step_time
+from benchmarks.figures import Durations, Run, Step, step_time
 from engine.plan.actions import COMPUTE, Program
 from engine.plan.schedules import build
 from engine.plan.simulate import compute_only
 from engine.plan.text import from_csv, to_csv
+from engine.plan.timeline import Kind, Timeline
+from engine.report.series import PLUGIN, tag_of, unpacked
+from engine.tab.document import measured
 
-Spans = dict[tuple[str, ...], list[float]]  # (op, stage) -> seconds
 LIMIT_S = 300.0
-ACTION = re.compile(r"(?P<stage>\d+)(?P<op>[FBIW])\d+")
+MOST_STEPS = 1000  # of a run
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 
@@ -70,13 +72,13 @@ def run_ours(case: Case, borrowed: Program | None = None) -> Run:
             Path(file).write_text(to_csv(borrowed))
         run_together([[*ours_command(case, file), f"hydra.run.dir={folder / 'run'}"]], folder, LOOPBACK)
         summary = json.loads((folder / "run" / "summary.json").read_text())
-        trace = json.loads((folder / "run" / "trace.json").read_text())
         program = from_csv((folder / "run" / "program.csv").read_text(), name=case.name)
         details = {
             "loss": summary["loss"],
             "bubble": {key: summary["bubble"][key] for key in ("predicted", "measured")},
         }
-        return Run(summary["step_time"]["median"], program, trace_durations(trace, program.stages), details)
+        steps = [of_timeline(each, program) for step, each in documented(folder / "run") if step >= case.warmup]
+        return Run(summary["step_time"]["median"], program, steps, details)
 
 
 def run_peer(case: Case) -> Run:
@@ -84,15 +86,19 @@ def run_peer(case: Case) -> Run:
         folder = Path(name)
         run_together(peer_commands(case, name), folder, LOOPBACK)
         ranks = [json.loads((folder / f"peer{rank}.json").read_text()) for rank in range(case.ranks)]
-        spans: Spans = {tuple(key.split()): times for rank in ranks for key, times in rank["durations"].items()}
+        times = {tuple(key.split()): seconds for rank in ranks for key, seconds in rank["durations"].items()}
         file = folder / "program.csv"  # written by the peer's schedules of several stages per rank
         program = (
             compute_only(from_csv(file.read_text(), name=case.name))
             if file.exists()
             else build(case.schedule, case.ranks, case.microbatches)
         )
+        ends = ranks[0]["ends"]
+        steps = [
+            Step(ends[i] - ends[i - 1], of_calls(times, program, i, len(ends))) for i in range(case.warmup, len(ends))
+        ]
         losses = [rank["loss"] for rank in ranks if rank["loss"] is not None]
-        return Run(step_time(ranks[0]["ends"], case.warmup), program, medians(spans, program.stages), {"loss": losses})
+        return Run(step_time(ends, case.warmup), program, steps, {"loss": losses})
 
 
 def run_plain(case: Case, threads: int) -> Run:
@@ -104,20 +110,44 @@ def run_plain(case: Case, threads: int) -> Run:
         return Run(step_time(result["ends"], case.warmup), details={"threads": result["threads"]})
 
 
-def trace_durations(trace: dict[str, Any], stages: int) -> dict[str, list[float]]:
-    """Op -> median seconds of its spans, per stage, in a run's trace.json (which counts microseconds)."""
-    found: Spans = defaultdict(list)
-    for event in trace["traceEvents"]:
-        name = ACTION.fullmatch(event.get("name", ""))
-        if name and event["ph"] == "X" and event["cat"] == "compute":  # the critical path repeats some of them
-            found[name["op"], name["stage"]].append(event["dur"] * 1e-6)
-    return medians(found, stages)
+def documented(folder: Path) -> list[tuple[int, Timeline]]:
+    """The steps of a finished run whose timelines are in its event file: numbers and timelines."""
+    log = EventAccumulator(str(folder), size_guidance={"tensors": 0}).Reload()
+    tags = {tag_of(step): step for step in range(MOST_STEPS)}
+    found = []
+    for tag in log.PluginTagToContent(PLUGIN):
+        (event,) = log.Tensors(tag)
+        found.append((tags[tag], measured(unpacked(event.tensor_proto.string_val[0])).timeline))
+    return sorted(found, key=lambda each: each[0])
 
 
-def medians(spans: Spans, stages: int) -> dict[str, list[float]]:
-    """(Op, stage) -> seconds, as op -> median per stage; 0 where a stage has no such action."""
-    return {
-        op.name: [median(spans.get((op.name, str(stage)), [0.0])) for stage in range(stages)]
-        for op in COMPUTE
-        if any((op.name, str(stage)) in spans for stage in range(stages))
-    }
+def of_timeline(timeline: Timeline, program: Program) -> Step:
+    """A measured step; its time is the period of rank 0, which is what is measured of the peer."""
+    durations = {op.name: np.zeros((program.stages, program.microbatches)) for op in COMPUTE}
+    computes = np.flatnonzero(np.isin(timeline.kind, COMPUTE))
+    for i in computes:
+        name = Kind(int(timeline.kind[i])).name
+        durations[name][timeline.stage[i], timeline.microbatch[i]] = (timeline.end[i] - timeline.start[i]) * 1e-9
+    start, end = timeline.windows[0].tolist()
+    return Step((end - start) * 1e-9, {name: each.tolist() for name, each in durations.items()})
+
+
+def of_calls(times: Mapping[tuple[str, ...], Sequence[float]], program: Program, step: int, steps: int) -> Durations:
+    """The durations of one of the `steps` of a run in which each stage's actions were timed in the order of its row.
+
+    `times`: (op, stage) -> seconds of all calls. A kind of action that a stage does as part of another has none.
+    """
+    durations = {op.name: np.zeros((program.stages, program.microbatches)) for op in COMPUTE}
+    seen: Counter[tuple[str, int]] = Counter()
+    for rank in range(program.ranks):
+        for action in program.actions(rank):
+            key = (action.op.name, action.stage)
+            calls = times.get((action.op.name, str(action.stage)), ())
+            if not calls:
+                continue
+            each, rest = divmod(len(calls), steps)
+            if rest:
+                raise RuntimeError(f"stage {action.stage} did {len(calls)} {action.op.name} in {steps} steps")
+            durations[action.op.name][action.stage, action.microbatch] = calls[step * each + seen[key]]
+            seen[key] += 1
+    return {name: each.tolist() for name, each in durations.items()}
