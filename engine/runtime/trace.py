@@ -9,7 +9,8 @@ synchronisation and one anchor, so tracing costs no wait inside the step.
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,15 +19,43 @@ import torch
 from engine.plan.timeline import Kind
 from engine.records import SPAN_COLUMNS
 
+_Span = tuple[int, int, int, Any, Any]
+_ReadMark = Callable[[Any], int]  # a mark on the host's clock, in nanoseconds
 
-class Traced(NamedTuple):
-    """A step: `spans` [n, 5] as in `engine.records`; `pairs` [k, 2] by index of span; `window` in nanoseconds;
-    `layers`: a layer's number -> what its forwards took, in nanoseconds."""
 
-    spans: npt.NDArray[np.int64]
-    pairs: npt.NDArray[np.int64]
-    window: tuple[int, int]
-    layers: dict[int, int]
+class Traced:
+    """A step as it was recorded. `window` in nanoseconds; everything else is read when there is time for it."""
+
+    def __init__(
+        self,
+        spans: list[_Span],
+        pairs: list[tuple[int, int]],
+        layers: list[_Span],
+        window: tuple[int, int],
+        read: _ReadMark | None,
+    ) -> None:
+        self.window = window
+        self._spans, self._pairs, self._layers, self._read = spans, pairs, layers, read
+
+    def spans(self) -> npt.NDArray[np.int64]:
+        """[n, 5] as in `engine.records`."""
+        return self._rows(self._spans)
+
+    def pairs(self) -> npt.NDArray[np.int64]:
+        """[k, 2] by index of span."""
+        return np.array(self._pairs, dtype=np.int64).reshape(-1, 2)
+
+    def layers(self) -> dict[int, int]:
+        """A layer's number -> what its forwards took, in nanoseconds."""
+        lasted: dict[int, int] = {}
+        for _, number, _, start, end in self._rows(self._layers).tolist():
+            lasted[number] = lasted.get(number, 0) + end - start
+        return lasted
+
+    def _rows(self, spans: list[_Span]) -> npt.NDArray[np.int64]:
+        if self._read is not None:
+            spans = [(kind, stage, mb, self._read(start), self._read(end)) for kind, stage, mb, start, end in spans]
+        return np.array(spans, dtype=np.int64).reshape(-1, SPAN_COLUMNS)
 
 
 class Tracer:
@@ -35,9 +64,9 @@ class Tracer:
     def __init__(self) -> None:
         self.on = True
         self.window_start = self.now()
-        self._spans: list[tuple[int, int, int, Any, Any]] = []
+        self._spans: list[_Span] = []
         self._pairs: list[tuple[int, int]] = []
-        self._layers: list[tuple[int, int, int, Any, Any]] = []  # as spans, the layer's number for a stage
+        self._layers: list[_Span] = []  # as spans, the layer's number for a stage
 
     def now(self) -> int:
         """This moment on the host, in nanoseconds."""
@@ -70,16 +99,10 @@ class Tracer:
 
     def finish(self) -> Traced:
         """Close the window of a step; the next one starts here."""
-        rows = np.array(self._nanoseconds([*self._spans, *self._layers]), dtype=np.int64).reshape(-1, SPAN_COLUMNS)
-        spans, layers = rows[: len(self._spans)], rows[len(self._spans) :]
-        pairs = np.array(self._pairs, dtype=np.int64).reshape(-1, 2)
-        numbers, place = np.unique(layers[:, 1], return_inverse=True)
-        lasted = np.zeros(len(numbers), dtype=np.int64)
-        np.add.at(lasted, place, layers[:, 4] - layers[:, 3])
-        end = self.now()
-        window = (self.window_start, end)
+        read, end = self._reader()
+        traced = Traced(self._spans, self._pairs, self._layers, (self.window_start, end), read)
         self._begin(end)
-        return Traced(spans, pairs, window, dict(zip(numbers.tolist(), lasted.tolist(), strict=True)))
+        return traced
 
     def pause_ended(self) -> None:
         """What went on since the last window (an evaluation, a checkpoint) belongs to no step."""
@@ -88,8 +111,9 @@ class Tracer:
     def _begin(self, start: int) -> None:
         self._spans, self._pairs, self._layers, self.window_start = [], [], [], start
 
-    def _nanoseconds(self, spans: list[tuple[int, int, int, Any, Any]]) -> list[tuple[int, int, int, int, int]]:
-        return spans
+    def _reader(self) -> tuple[_ReadMark | None, int]:
+        """How the marks so far are read, where they are not yet what they say; and this moment."""
+        return None, self.now()
 
 
 class CudaTracer(Tracer):
@@ -110,15 +134,15 @@ class CudaTracer(Tracer):
         torch.cuda.synchronize(self.device)
         return time.monotonic_ns()
 
-    def _nanoseconds(self, spans: list[tuple[int, int, int, Any, Any]]) -> list[tuple[int, int, int, int, int]]:
+    def _reader(self) -> tuple[_ReadMark | None, int]:
         anchor = torch.cuda.Event(enable_timing=True)
         anchor.record(torch.cuda.current_stream(self.device))
         host = self.now()
 
-        def on_host(mark: Any) -> int:
+        def read(mark: Any) -> int:
             return mark if isinstance(mark, int) else host - round(mark.elapsed_time(anchor) * 1e6)
 
-        return [(kind, stage, mb, on_host(start), on_host(end)) for kind, stage, mb, start, end in spans]
+        return read, host
 
 
 def tracer_for(device: torch.device) -> Tracer:

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -102,7 +101,7 @@ class Worker:
         self._held: Held | None = Held(
             self.stages.values(), self.reducers.values(), self.update, bool(self.sharded)
         )  # until it is told
-        self._unsent: tuple[dict[str, Any], dict[str, npt.NDArray[np.int64]], Callable[[], float]] | None = None
+        self._unsent: Callable[[], None] | None = None
         self._norm: float | None = None
         self._local_norm: Callable[[], float] = lambda: 0.0
 
@@ -205,10 +204,16 @@ class Worker:
             "rows": max((stage.largest for stage in self.stages.values()), default=0),
             "window": list(traced.window),
         }
-        arrays = {"spans": traced.spans, "pairs": traced.pairs, "layers": self._layers(traced.layers)}
-        if versions:
-            arrays["versions"] = np.concatenate([each.told() for each in versions])
-        self._unsent = record, arrays, self._local_norm
+        told = [each.told() for each in versions]
+        norm = self._local_norm
+
+        def send() -> None:
+            arrays = {"spans": traced.spans(), "pairs": traced.pairs(), "layers": self._layers(traced.layers())}
+            if told:
+                arrays["versions"] = np.concatenate(told)
+            self.post(encode("step", record | {"local_grad_norm": norm()}, arrays))
+
+        self._unsent = send
 
     def _layers(self, lasted: dict[int, int]) -> npt.NDArray[np.int64]:
         """Of each layer here, where the step was traced: its number, ns of its forwards, bytes that a micro-batch
@@ -228,8 +233,8 @@ class Worker:
     def _flush(self) -> None:
         """Post the record that is held back."""
         if self._unsent is not None:
-            (record, arrays, norm), self._unsent = self._unsent, None
-            self.post(encode("step", record | {"local_grad_norm": norm()}, arrays))
+            send, self._unsent = self._unsent, None
+            send()
 
     # -- many steps without a drain --------------------------------------------------------------------------------
 
