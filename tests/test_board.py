@@ -178,6 +178,7 @@ def test_what_came_of_a_run_is_what_its_summary_says(tmp_path: Path) -> None:
     assert values["samples_per_second"] == pytest.approx(summary["samples_per_second"])
     assert values["bubble_measured"] == pytest.approx(summary["bubble"]["measured"])
     assert values["peak_activation_bytes"] == max(summary["peak_activation_bytes"])
+    assert values["peak_memory_bytes"] == max(summary["memory"]["total"])
 
 
 def test_no_curve_folds_back(tmp_path: Path) -> None:

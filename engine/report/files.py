@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ def writing(path: Path) -> Iterator[None]:
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Replace `path` by `content`. Raises UnwritableError."""
-    aside = path.with_name(f".{path.name}.part")
+    aside = path.with_name(
+        f".{path.name}.{os.getpid()}.part"
+    )  # jobs that run at the same time renew the same files of a sweep
     try:
         with writing(path):
             aside.write_bytes(content)

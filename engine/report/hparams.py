@@ -16,7 +16,7 @@ HParam = str | float | int | bool
 METRICS = (
     "result/loss", "result/step_seconds", "result/samples_per_second",
     "result/bubble_ideal", "result/bubble_predicted", "result/bubble_measured",
-    "result/peak_in_flight", "result/peak_activation_bytes",
+    "result/peak_in_flight", "result/peak_activation_bytes", "result/peak_memory_bytes",
 )  # fmt: skip
 
 
@@ -60,5 +60,6 @@ def results(summary: dict[str, Any]) -> dict[str, float | None]:
         *(bubble[name] for name in ("ideal", "predicted", "measured")),
         max(summary["peak_in_flight"], default=None),
         max(summary["peak_activation_bytes"], default=None),
+        max((summary["memory"] or {}).get("total", []), default=None),
     )
     return dict(zip(METRICS, values, strict=True))
