@@ -10,7 +10,10 @@ import recorded
 
 from engine.plan.timeline import Kind, Span, Timeline
 from engine.report.bubble import NAMES
+from engine.report.cause import causes
 from engine.report.steady import SteadyMeasure
+from engine.report.tables import table
+from engine.report.text import waterfall_text
 
 
 def update(k: int, start: int | None = None) -> Timeline:
@@ -76,6 +79,34 @@ def test_the_first_and_the_last_updates_are_left_out(window: int, steps: int, st
     assert found.ideal == pytest.approx(0, abs=1e-9)
     assert found.predicted == pytest.approx((0 + 1 / 6) / 2)
     assert found.latency[0] == pytest.approx(5e-9)
+
+
+def test_causes_add_up_to_the_bubble_of_the_steady_state() -> None:
+    """The last stage takes 60 ns of 100, the first 50: with messages of 5 ns or without."""
+    measured = measure(10)
+    for step in range(10):
+        measured.add(update(step), step)
+    found = measured.result()
+    assert found is not None and found.predicted is not None and found.with_transfer is not None
+    told = causes(found)
+    step = float(found.seconds.sum(axis=1).mean())
+    assert step == pytest.approx(100e-9)
+    assert sum(told.values()) == pytest.approx(found.measured * step)
+    assert told["imbalance"] == pytest.approx(found.predicted * step) and told["optimizer"] == pytest.approx(5e-9)
+    assert told["transfer"] == pytest.approx((found.with_transfer - found.predicted) * step)
+
+
+def test_the_report_says_why_there_is_no_waterfall_and_what_the_bubble_is_made_of() -> None:
+    measured, of = measure(10), replace(recorded.job("pipedream", 2, 4), windows=(10,))
+    for step in range(10):
+        measured.add(update(step), step)
+    found = measured.result()
+    assert found is not None
+    said = waterfall_text(of, found, table)
+    assert "updates of pipedream overlap" in said
+    rows = {words[0]: words[1:] for line in said.splitlines() if (words := line.split())}
+    shares = [float(rows[name][0]) for name in ("schedule", "imbalance", "transfer", "rest")]
+    assert sum(shares) == pytest.approx(100 * found.measured, abs=0.2) == pytest.approx(float(rows["rest"][2]), abs=0.1)
 
 
 def test_a_gap_in_what_was_traced_is_no_message() -> None:

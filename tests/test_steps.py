@@ -15,7 +15,7 @@ from engine.plan.timeline import Kind, Timeline
 from engine.report.bubble import NAMES, account
 from engine.report.path import critical_path
 from engine.report.steps import document
-from engine.report.waterfall import BARS, Waterfalls
+from engine.report.waterfall import BARS, Waterfall, Waterfalls
 
 
 def written(replicas: int = 2) -> tuple[dict[str, Any], Timeline]:
@@ -75,4 +75,11 @@ def test_the_prediction_is_in_nanoseconds_from_zero() -> None:
 def test_it_is_compact() -> None:
     of = recorded.job("gpipe", 2, 4)
     text = document(of, 0, last_step(of.compute), None, None, [0, 0])
-    assert " " not in text and json.loads(text)["waterfall"] is None and json.loads(text)["predicted"] is None
+    told = json.loads(text)
+    said = told["no_waterfall"]
+    assert " " not in text.replace(said, "") and told["waterfall"] is None and told["predicted"] is None
+    assert said == "No waterfall: not every rank ran all of its program, as in a short last batch."
+    assert (
+        json.loads(document(of, 0, last_step(of.compute), Waterfall((1,) * 9, 0, (9,)), None, [0, 0]))["no_waterfall"]
+        is None
+    )

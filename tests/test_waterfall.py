@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from engine.plan.simulate import Costs, figures, simulate
 from engine.plan.timeline import Kind, Timeline
 from engine.report.cause import _SENTENCES, diagnose
 from engine.report.measure import Measure, repeated
-from engine.report.waterfall import BARS, MOST_COMPUTATIONS, Waterfall, Waterfalls
+from engine.report.waterfall import BARS, MOST_COMPUTATIONS, Waterfall, Waterfalls, missing
 
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "chimera")
 FORWARD, BACKWARD = 2 * MS, 4 * MS
@@ -259,6 +260,8 @@ def test_a_step_of_another_program_has_no_waterfall() -> None:
 def test_programs_too_large_to_replay_have_none() -> None:
     program = build("naive", 1, MOST_COMPUTATIONS // 2 + 1)
     assert Waterfalls(program, 1).of(Timeline.of([], [[0, 1]], measured=True)) is None
+    assert "20,002 computations, more than the 20,000" in missing(recorded.job("naive", 1, MOST_COMPUTATIONS // 2 + 1))
+    assert "updates of pipedream overlap" in missing(replace(recorded.job("pipedream", 2, 4), windows=(5,)))
 
 
 def test_passes_of_an_accumulated_step_count_their_microbatches_anew() -> None:

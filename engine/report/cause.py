@@ -1,7 +1,8 @@
 """One sentence on a run: the largest cause of its bubble, and what to try.
 
 Causes are compared in seconds of a step, by the bars of its waterfall (`waterfall.py`): removing one saves about what
-it is said to cost. Where no step was whole, and so none has a waterfall, by the account: the mean over ranks.
+it is said to cost. Where none has a waterfall, by the account, the mean over ranks; of an asynchronous schedule the
+causes that can be simulated by the bubbles of its steady state.
 """
 
 from __future__ import annotations
@@ -52,8 +53,18 @@ def causes(bubbles: Bubbles) -> dict[str, float]:
         first = ("imbalance", "schedule")
         return {name: bars[name] for name in (*first, *(bar for bar in BARS if bar not in (*first, "work")))}
     mean = dict(zip(NAMES, bubbles.seconds.mean(axis=0).tolist(), strict=True))
-    losses = {name: mean[name] for name in ("transfer", "reduce", "data", "optimizer")}
-    return losses | {"rest": mean["other"], "variation": mean["fill"] + mean["stall"] + mean["drain"]}
+    losses = {name: mean[name] for name in ("reduce", "data", "optimizer")} | {"rest": mean["other"]}
+    if bubbles.with_transfer is None:
+        return losses | {"transfer": mean["transfer"], "variation": mean["fill"] + mean["stall"] + mean["drain"]}
+    assert bubbles.ideal is not None and bubbles.predicted is not None
+    step = sum(mean.values())
+    simulated = {
+        "imbalance": (bubbles.predicted - bubbles.ideal) * step,
+        "schedule": bubbles.ideal * step,
+        "transfer": (bubbles.with_transfer - bubbles.predicted) * step,
+    }
+    variation = (bubbles.measured - bubbles.with_transfer) * step - sum(losses.values())
+    return simulated | losses | {"variation": max(0.0, variation)}
 
 
 def _slow_stage(bubbles: Bubbles) -> str | None:

@@ -8,6 +8,7 @@
      "stretches": {"rank": [], "name": [], "start": [], "length": []},
      "account":   [[9 x ns], ...],
      "waterfall": {"bars": {"work": ns, ..., "rest": ns}, "waiting": ns, "alone": [ns, ...]} or null,
+     "no_waterfall": "why there is none" or null,
      "path":      {"rank": [], "cause": [], "span": [], "start": [], "length": []},
      "names":     {"kind": {"0": "F", ...}, "account": [...], "cause": [...]}}
 
@@ -41,7 +42,7 @@ from engine.plan.timeline import Kind, Timeline
 from engine.report.bubble import NAMES, account, stretches
 from engine.report.messages import MESSAGE_WAITS, sends_of
 from engine.report.path import CAUSES, Link, critical_path
-from engine.report.waterfall import BARS, Waterfall
+from engine.report.waterfall import BARS, Waterfall, missing
 
 VERSION = 1
 
@@ -74,6 +75,7 @@ def document(
         "stretches": _stretches(timeline, job.ranks, origin),
         "account": account(timeline, job.ranks, job.placement.stages).table.tolist(),
         "waterfall": None if waterfall is None else _waterfall(waterfall),
+        "no_waterfall": missing(job) if waterfall is None else None,
         "path": _path(critical_path(timeline, job.ranks), origin),
         "names": {"kind": {str(int(k)): k.name for k in Kind}, "account": list(NAMES), "cause": list(CAUSES)},
     }

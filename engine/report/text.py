@@ -17,6 +17,7 @@ from engine.report.measure import Bubbles
 from engine.report.overlap import Overlap
 from engine.report.path import Link, by_cause, by_rank, name_of
 from engine.report.tables import Rows, markdown, milliseconds, percent, size, table
+from engine.report.waterfall import missing
 
 PATH, CLOCKS = "Critical path of the last traced step", "Clocks"
 NAMED = 4  # replicas that a sentence lists one by one
@@ -160,7 +161,7 @@ def report(
     else:
         sections += [
             ("Bubble", tabular(bubble_rows(bubbles)) + "\n\n" + cause),
-            *([("Waterfall", _waterfall_text(bubbles, tabular))] if bubbles.waterfall else []),
+            ("Waterfall", waterfall_text(job, bubbles, tabular)),
             *([("Barrier", barrier_text(waits) + "\n\n" + tabular(_barrier_rows(waits)))] if waits else []),
             *([("Reduction", overlap_text(bubbles.overlap))] if bubbles.overlap else []),
             *more.items(),
@@ -180,8 +181,11 @@ def _mean(summary: dict[str, Any], bubbles: Bubbles) -> str:
     return f"mean over {bubbles.steps}{some} traced steps"
 
 
-def _waterfall_text(bubbles: Bubbles, tabular: Callable[[Rows], str]) -> str:
-    assert bubbles.waterfall is not None
+def waterfall_text(job: Job, bubbles: Bubbles, tabular: Callable[[Rows], str]) -> str:
+    """The mean waterfall, or why there is none. `tabular`: how rows become a table."""
+    if bubbles.waterfall is None:
+        steady = f"\n\nWhat the bubble is made of:\n\n{tabular(_steady_rows(bubbles))}" if job.windows else ""
+        return missing(job) + steady
     said = f"From perfect work to the measured step, mean over {bubbles.waterfall.steps} whole traced steps."
     return f"{said}\n\n{tabular(waterfall_rows(bubbles))}"
 
@@ -194,6 +198,15 @@ def overlap_text(overlap: Overlap) -> str:
     )
     share = "" if overlap.share is None else f" ({percent(overlap.share)})"
     return f"Reducing took a rank {total} a step; {hideable} of it could be hidden, {hidden} was{share}."
+
+
+def _steady_rows(bubbles: Bubbles) -> Rows:
+    """From perfect work to the measured bubble of an asynchronous update, one real thing more at each row."""
+    assert bubbles.ideal is not None and bubbles.predicted is not None and bubbles.with_transfer is not None
+    reached = [0.0, bubbles.ideal, bubbles.predicted, bubbles.with_transfer, bubbles.measured]
+    names = ("schedule", "imbalance", "transfer", "rest")
+    rows = zip(names, reached, reached[1:], strict=False)
+    return [["", "of the update", "up to"], *([name, percent(b - a), percent(b)] for name, a, b in rows)]
 
 
 def asynchronous_text(summary: dict[str, Any]) -> str:

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from engine.job import Job
 from engine.plan.actions import Program
 from engine.plan.dependencies import Flat
 from engine.plan.timeline import Kind, Timeline
@@ -58,6 +59,17 @@ class Waterfall:
 
     def __getitem__(self, name: str) -> int:
         return self.bars[BARS.index(name)]
+
+
+def missing(job: Job) -> str:
+    """Why a step of this job has no waterfall, where it has none; one sentence."""
+    computations = len(job.compute) * job.settings.train.accumulate * job.replicas
+    if job.windows:
+        return f"No waterfall: updates of {job.compute.name} overlap, and none is a step that could be run by itself."
+    if computations > MOST_COMPUTATIONS:
+        most = f"more than the {MOST_COMPUTATIONS:,} up to which a step is run again on paper"
+        return f"No waterfall: a step has {computations:,} computations, {most}."
+    return "No waterfall: not every rank ran all of its program, as in a short last batch."
 
 
 class Average:

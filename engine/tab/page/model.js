@@ -32,6 +32,7 @@ export class Step {
     this.uncertainty = document.uncertainty.map(Number); // of each rank's clock
     const { bars = {}, waiting = 0 } = document.waterfall ?? {};
     this.waterfall = Object.entries(bars).map(([name, ns]) => ({ name: escaped(name), ns: Number(ns) }));
+    this.noWaterfall = escaped(document.no_waterfall ?? "");
     this.forReplicas = Number(waiting); // the part of the bar `reduce` that is waiting for slower replicas
     this.spans = numbers(document.spans, [...ACTION, "sender"]);
     this.stretches = numbers(document.stretches, ["rank", "name", "start", "length"]);

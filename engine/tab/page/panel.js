@@ -125,7 +125,9 @@ export class Panel {
     if (doubt > 0) facts.push(`clocks within ${ms(doubt)}`);
     this.part(".facts").textContent = facts.join(" · ");
     const wide = Math.min(560, Math.max(400, this.root.clientWidth * 0.36));
-    this.part(".fall").innerHTML = step.waterfall.length ? waterfall(step, page.theme, wide, page.against(this)) : "";
+    this.part(".fall").innerHTML = step.waterfall.length
+      ? waterfall(step, page.theme, wide, page.against(this))
+      : `<p class="none">${step.noWaterfall}</p>`;
     this.part(".table").innerHTML = rankTable(step, page.theme);
   }
 
