@@ -96,6 +96,26 @@ def test_many_series_become_maps(tmp_path: Path) -> None:
     assert sum("best" in (r.get("class") or "") for r in cells[0].iter("rect")) == 2  # s0 at either size
 
 
+def test_a_random_search_is_drawn_without_telling_everything_apart(tmp_path: Path) -> None:
+    """Every job has numbers of its own: the combinations that occur are as many as jobs, not their product."""
+    rows = [row(j, *(f"optimizer.x{k}={j / (k + 7)}" for k in range(6)), f"pipeline.microbatches={2 ** (j % 3)}",
+                microbatches=2 ** (j % 3), step=0.1 + j / 1000) for j in range(60)]  # fmt: skip
+    write_comparison(tmp_path, rows)
+    (steps,) = [svg for svg in drawn(tmp_path) if svg.get("aria-label") == "step time over micro-batches"]
+    assert len(list(steps.iter("title"))) == 60 and not [p for p in steps.iter("path") if "line" in p.get("class", "")]
+    assert "Jobs differ in optimizer.x0" in " ".join(read(tmp_path).text)
+
+
+def test_combinations_beyond_a_dozen_are_counted(tmp_path: Path) -> None:
+    cases = [(m, s, d) for m in (2, 4) for s in ("gpipe", "1f1b") for d in range(14)]
+    rows = [row(j, f"pipeline.microbatches={m}", f"schedule={s}", f"model.depth={d}", microbatches=m, schedule=s)
+            for j, (m, s, d) in enumerate(cases)]  # fmt: skip
+    write_comparison(tmp_path, rows)
+    shown = [svg for svg in drawn(tmp_path) if svg.get("aria-label") == "step time over micro-batches"]
+    assert [len(list(svg.iter("title"))) for svg in shown] == [4] * 12
+    assert "2 further combinations are in the table of all jobs." in read(tmp_path).text
+
+
 def test_scaling_is_drawn_with_its_law(tmp_path: Path) -> None:
     text = write_comparison(tmp_path, [replicas(n, n, 64, 0.1 + 0.3 / n) for n in (1, 2, 4)])
     assert "Serial fraction 25.0 %: at most 4.0 times one" in text and "Serial fraction 25.0 %" in " ".join(

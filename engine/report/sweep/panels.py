@@ -34,6 +34,7 @@ from engine.report.sweep.results import (
 
 BUBBLES = (IDEAL, PREDICTED, MEASURED)
 MOST_ROWS = 12  # of panels
+MOST_LINES = 40  # of a map
 WIDE, HIGH = 340, 226
 BOX = Box(52, 10, WIDE - 14, HIGH - 40)
 CELL = 26  # height of a line of a map
@@ -42,56 +43,67 @@ LETTER = 6.4  # about the width of one
 
 @dataclass(frozen=True)
 class Layout:
-    """Which swept key is what; `along` is None where nothing was swept."""
+    """Which swept key is what; `along` is None where nothing was swept. `crowded`: keys with too many values to be
+    told apart on a chart."""
 
     along: str | None
-    series: str | None
-    rows: tuple[str, ...]
+    series: str | None = None
+    rows: tuple[str, ...] = ()
+    crowded: tuple[str, ...] = ()
 
 
 def layout_of(sweep: Sweep) -> Layout:
     """Repetitions (seeds) are drawn on top of each other."""
     keys = [key for key in sweep.varied if key != SEED]
     if not keys:
-        return Layout(None, None, ())
+        return Layout(None)
     numeric = [key for key in keys if all(number(value) is not None for value in sweep.varied[key])]
     along = MICROBATCHES if MICROBATCHES in keys else max(numeric or keys, key=lambda key: len(sweep.varied[key]))
     rest = [key for key in keys if key != along]
+    crowded = [key for key in rest if len(sweep.varied[key]) > MOST_LINES]
+    rest = [key for key in rest if key not in crowded]
     series = SCHEDULE if SCHEDULE in rest else max(rest, key=lambda key: len(sweep.varied[key]), default=None)
-    return Layout(along, series, tuple(key for key in rest if key != series))
+    return Layout(along, series, tuple(key for key in rest if key != series), tuple(crowded))
 
 
 def panels(sweep: Sweep) -> list[Markup]:
     """The rows of panels, with a heading each where there are several."""
     layout = layout_of(sweep)
-    if layout.along is None or not sweep.completed:
+    if layout.along is None:
         return []
-    names = sweep.varied[layout.series] if layout.series else []
-    drawn = [marks.legend(word(layout.series or ""), names)] if 1 < len(names) <= marks.MOST else []
+    drawn, names = [], sweep.varied[layout.series] if layout.series else []
     if len(names) > marks.MOST:
         drawn.append(
-            tag(
-                "p",
-                f"Over {word(layout.along)}. The stronger the colour, the more; the best of a map is framed.",
-                class_="note",
-            )
+            _note(f"Over {word(layout.along)}. The stronger the colour, the more; the best of a map is framed.")
         )
-    combinations = list(itertools.product(*(sweep.varied[key] for key in layout.rows)))
-    shown = 0
-    for values in combinations:
-        chosen = dict(zip(layout.rows, values, strict=True))
-        jobs = [r for r in sweep.completed if all(r.settings[key] == value for key, value in chosen.items())]
-        if not jobs:
-            continue
-        shown += 1
-        if shown > MOST_ROWS:
-            drawn.append(tag("p", "Further combinations are in the table of all jobs.", class_="note"))
-            break
-        if chosen:
-            drawn.append(tag("h3", ", ".join(f"{word(key)} {value}" for key, value in chosen.items())))
-        kinds = [metric for metric in METRICS if sweep.known(metric)]
+    elif names:
+        drawn.append(marks.legend(word(layout.series or ""), names))
+    if layout.crowded:
+        drawn.append(_note(f"Jobs differ in {', '.join(map(word, layout.crowded))} too, which is not told apart here."))
+    rows = _rows(sweep, layout)
+    kinds = [metric for metric in METRICS if sweep.known(metric)]
+    for values, jobs in rows[:MOST_ROWS]:
+        if values:
+            said = (f"{word(key)} {value}" for key, value in zip(layout.rows, values, strict=True))
+            drawn.append(tag("h3", ", ".join(said)))
         drawn.append(tag("div", [_panel(sweep, layout, metric, jobs) for metric in kinds], class_="panels"))
+    if len(rows) > MOST_ROWS:
+        drawn.append(_note(f"{len(rows) - MOST_ROWS} further combinations are in the table of all jobs."))
     return drawn
+
+
+def _rows(sweep: Sweep, layout: Layout) -> list[tuple[tuple[str, ...], list[Result]]]:
+    """The combinations that occur, in the order of their values, each with its jobs."""
+    found: dict[tuple[str, ...], list[Result]] = {}
+    for result in sweep.completed:
+        found.setdefault(tuple(result.settings[key] for key in layout.rows), []).append(result)
+    order = {key: {value: k for k, value in enumerate(sweep.varied[key])} for key in layout.rows}
+    places = {values: [order[key][v] for key, v in zip(layout.rows, values, strict=True)] for values in found}
+    return sorted(found.items(), key=lambda item: places[item[0]])
+
+
+def _note(text: str) -> Markup:
+    return tag("p", text, class_="note")
 
 
 def _panel(sweep: Sweep, layout: Layout, metric: Metric, jobs: Sequence[Result]) -> Markup:
@@ -132,7 +144,7 @@ def _lines(
             x, y = across(axis.place(result.settings[along])), up(result.figures[metric.key])
             places.setdefault(x, []).append(y)
             drawn_jobs.append((result, series, x, y))
-        if axis.joined and len(places) > 1:
+        if axis.joined and len(places) > 1 and not layout.crowded:
             path = " L".join(f"{x:.1f} {statistics.median(ys):.1f}" for x, ys in sorted(places.items()))
             lines.append(tag("path", d=f"M{path}", class_=f"line s{series}"))
     moved = marks.apart([job[2:] for job in drawn_jobs])
@@ -181,7 +193,12 @@ def _cell(result: Result, metric: Metric, box: Box, value: float, shade: float, 
         "rect", x=box.left, y=box.top, width=box.right - box.left, height=box.bottom - box.top, rx=3,
         fill_opacity=0.06 + 0.84 * shade, class_="cell best" if framed else "cell",
     )  # fmt: skip
-    label = tag("text", text, x=(box.left + box.right) / 2, y=box.top + 16, class_=f"tick middle {contrast}")
+    room = box.right - box.left > LETTER * len(text) - 4
+    label = (
+        None
+        if not room
+        else tag("text", text, x=(box.left + box.right) / 2, y=box.top + 16, class_=f"tick middle {contrast}")
+    )
     title = tag("title", f"job {result.job}: {result.words}\n{marks.said(metric, result)}")
     return tag("a", title, rect, label, href=f"#job{result.index}", data_job=result.index)
 
