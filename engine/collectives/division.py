@@ -39,9 +39,19 @@ class Division(ABC):
         self._group.collective.all_reduce(flat[: bucket.head])
         self._collect(flat[bucket.head :])
 
-    @abstractmethod
     def own(self, elements: int) -> tuple[int, int]:
         """Where this member's part of `elements` behind the head begins and ends."""
+        return self.part(elements, self._group.position)
+
+    def span(self, bucket: Bucket, position: int | None = None) -> tuple[int, int]:
+        """Where the part of a member, this one unless it is given, begins and ends in a bucket, head included."""
+        own = self._group.position if position is None else position
+        first, last = self.part(bucket.elements - bucket.head, own)
+        return bucket.head + first, bucket.head + last
+
+    @abstractmethod
+    def part(self, elements: int, position: int) -> tuple[int, int]:
+        """Where the part of the member at `position` of `elements` behind the head begins and ends."""
 
     @abstractmethod
     def _collect(self, data: Tensor) -> None:
@@ -61,9 +71,9 @@ class Shards(Division):
         super().__init__(group)
         self.shards = group.size
 
-    def own(self, elements: int) -> tuple[int, int]:
+    def part(self, elements: int, position: int) -> tuple[int, int]:
         length = elements // self.shards
-        return self._group.position * length, (self._group.position + 1) * length
+        return position * length, (position + 1) * length
 
     def _collect(self, data: Tensor) -> None:
         reduce_scatter_tensor(data[slice(*self.own(len(data)))], data, group=self._group)
@@ -75,8 +85,8 @@ class Shards(Division):
 class Server(Division):
     """Everything for the first member."""
 
-    def own(self, elements: int) -> tuple[int, int]:
-        return 0, elements if self._group.position == 0 else 0
+    def part(self, elements: int, position: int) -> tuple[int, int]:
+        return 0, elements if position == 0 else 0
 
     def _collect(self, data: Tensor) -> None:
         up(self._group.peers, star(self._group.size)[self._group.position], data, ReduceOp.SUM)

@@ -51,10 +51,13 @@ class Bucket:
         lines = aligned(1, size) * self.shards
         self.elements = self.head + -(-(end - self.head) // lines) * lines
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """The gradients inside `flat`, with the shapes and strides of their parameters."""
+    def views(self, flat: Tensor, begins: int = 0) -> list[Tensor]:
+        """The gradients inside `flat`, with the shapes and strides of their parameters.
+
+        `begins`: the element of the bucket that `flat` begins with.
+        """
         return [
-            flat.as_strided(p.size(), _dense_strides(p), flat.storage_offset() + offset)
+            flat.as_strided(p.size(), _dense_strides(p), flat.storage_offset() + offset - begins)
             for (_, p), offset in zip(self.named, self.offsets, strict=True)
         ]
 

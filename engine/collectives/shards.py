@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
-from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.collectives.background import ReduceThread
 from engine.collectives.buckets import Reducer
@@ -27,13 +26,7 @@ from engine.collectives.division import Division
 from engine.collectives.group import Group
 from engine.collectives.layout import Bucket, Named
 from engine.collectives.order import Order
-
-
-class Piece(NamedTuple):
-    """The part of parameter `number` (of the reducer's `named`) that this member updates."""
-
-    number: int
-    parameter: nn.Parameter
+from engine.collectives.pieces import Owned, Piece, move_into, owned
 
 
 class ShardedReducer(Reducer):
@@ -56,41 +49,26 @@ class ShardedReducer(Reducer):
         super().__init__(params, group.collective, bucket_bytes, thread, order, self._division)
         self._values = [torch.zeros_like(flat) for flat in self._flats]
         numbers = {id(p): number for number, (_, p) in enumerate(self.named)}
-        self._pieces = [
-            self._take(*each, numbers) for each in zip(self.buckets, self._flats, self._values, strict=True)
-        ]
+        self._pieces = [self._take(*each, numbers) for each in zip(self.buckets, self._values, strict=True)]
         self._gathering: list[Future[None]] = []
         self.gather_span = (0, 0)  # time.monotonic_ns at the start and the end of the last gathering
 
     @property
     def pieces(self) -> list[Piece]:
         """What the optimizer updates, in the order of the parameters."""
-        return sorted((piece for bucket in self._pieces for _, piece, _ in bucket), key=lambda piece: piece.number)
+        return sorted((own.piece for bucket in self._pieces for own in bucket), key=lambda piece: piece.number)
 
-    def _take(
-        self, bucket: Bucket, grads: Tensor, values: Tensor, numbers: dict[int, int]
-    ) -> list[tuple[int, Piece, Tensor]]:
-        """Move a bucket's parameters into `values`; of what this member owns (place in the bucket, piece, gradient)."""
-        first, last = (bucket.head + end for end in self._division.own(bucket.elements - bucket.head))
-        whole = bucket.views(grads)
-        found = []
-        for place, ((_, parameter), view) in enumerate(zip(bucket.named, bucket.views(values), strict=True)):
-            view.copy_(parameter.detach())
-            parameter.data = view
-            offset = bucket.offsets[place]
-            begin, end = max(first, offset), min(last, offset + parameter.numel())
-            if end - begin == parameter.numel() and not self._division.elementwise:
-                found.append((place, Piece(numbers[id(parameter)], nn.Parameter(view)), whole[place]))
-            elif begin < end:
-                piece = Piece(numbers[id(parameter)], nn.Parameter(values[begin:end]))
-                found.append((place, piece, grads[begin:end]))
-        return found
+    def _take(self, bucket: Bucket, values: Tensor, numbers: dict[int, int]) -> list[Owned]:
+        """Move a bucket's parameters into `values`; what of them this member owns."""
+        move_into(bucket, values)
+        span = self._division.span(bucket)
+        return owned(bucket, span, values[slice(*span)], numbers, self._division.elementwise)
 
     def _hand_back(self, number: int) -> None:
         bucket, flat = self.buckets[number], self._flats[number]
-        anywhere = flat[: len(bucket.named)].tolist()
-        for place, piece, grad in self._pieces[number]:
-            piece.parameter.grad = grad if anywhere[place] else None
+        anywhere, part = flat[: len(bucket.named)].tolist(), flat[slice(*self._division.span(bucket))]
+        for own in self._pieces[number]:
+            own.piece.parameter.grad = own.gradient(part) if anywhere[own.place] else None
         for _, parameter in bucket.named:
             parameter.grad = None
 

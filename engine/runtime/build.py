@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from engine.collectives import Collective, Group
-from engine.collectives.shards import Piece
+from engine.collectives.pieces import Piece
 from engine.job import Job
 from engine.plan.lowering import channels
 from engine.runtime.reduction import collective_of
