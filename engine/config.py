@@ -37,6 +37,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "transport": ("auto", "shared_memory", "gloo"),
     "precision": ("fp32", "bf16", "fp64"),
     "recompute": ("none",),
+    "data_parallel.mode": ("sync", "async"),
 }
 PARTITIONS = ("model", "manual", "uniform", "parameters")
 # Named in the documents, not yet part of the engine: refused with that reason rather than as a typing mistake.
@@ -49,6 +50,7 @@ AT_LEAST: dict[str, float] = {
     "pipeline.ranks": 1,
     "pipeline.microbatches": 1,
     "data_parallel.replicas": 1,
+    "data_parallel.max_staleness": 0,
     "train.steps": 1,
     "train.epochs": 1,
     "train.global_batch_size": 1,

@@ -17,7 +17,9 @@
 |              | for its backward, bytes of its parameters (n = 0 where not traced). Of an asynchronous schedule a   |
 |              | step is one update: also weight_versions (the most kept so far) and array `versions`: [n, 4] =      |
 |              | stage, microbatch, and the optimizer steps done before the weights that its forward and its         |
-|              | backward read                                                                                       |
+|              | backward read. Where replicas are asynchronous also array `pushes`: [n, 5] = stage, replica that is |
+|              | its server (or of a shard of it), the version of the weights that the gradient was computed from,   |
+|              | the one it was applied to, ns that the replica was held back by `max_staleness`                     |
 | `evaluation` | rank, step (optimizer steps done), samples, loss_sum, loss_count, correct, scored (null where the   |
 |              | model has no accuracy); only from ranks that computed a loss                                        |
 | `clock`      | rank, leader (the first rank with the same clock), offset_ns (to be added to its moments for those  |
@@ -45,6 +47,7 @@ import numpy.typing as npt
 SPAN_COLUMNS = 5
 VERSION_COLUMNS = 4
 LAYER_COLUMNS = 4
+PUSH_COLUMNS = 5
 
 
 class Record(NamedTuple):

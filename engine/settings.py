@@ -21,6 +21,8 @@ class Pipeline:
 @dataclass(frozen=True)
 class DataParallel:
     replicas: int = 1
+    mode: str = "sync"
+    max_staleness: int | None = None  # of async: steps that a replica may be ahead of the slowest; null: no bound
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,8 @@ class Settings:
 
     @property
     def divided(self) -> bool:
-        """Whether the optimizer is divided over the replicas, so that parameters are gathered after each update."""
-        return self.shard_optimizer or self.allreduce.name in DIVIDED
+        """Whether the optimizer is divided over replicas that update together: parameters are then gathered."""
+        return self.data_parallel.mode == "sync" and (self.shard_optimizer or self.allreduce.name in DIVIDED)
 
     @property
     def world(self) -> int:

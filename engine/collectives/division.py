@@ -35,6 +35,11 @@ class Division(ABC):
     def __init__(self, group: Group) -> None:
         self._group = group
 
+    @classmethod
+    @abstractmethod
+    def owners(cls, members: int) -> range:
+        """The positions of those of so many members that own anything."""
+
     def __call__(self, number: int, bucket: Bucket, flat: Tensor) -> None:
         self._group.collective.all_reduce(flat[: bucket.head])
         self._collect(flat[bucket.head :])
@@ -71,6 +76,10 @@ class Shards(Division):
         super().__init__(group)
         self.shards = group.size
 
+    @classmethod
+    def owners(cls, members: int) -> range:
+        return range(members)
+
     def part(self, elements: int, position: int) -> tuple[int, int]:
         length = elements // self.shards
         return position * length, (position + 1) * length
@@ -84,6 +93,10 @@ class Shards(Division):
 
 class Server(Division):
     """Everything for the first member."""
+
+    @classmethod
+    def owners(cls, members: int) -> range:
+        return range(1)
 
     def part(self, elements: int, position: int) -> tuple[int, int]:
         return 0, elements if position == 0 else 0

@@ -17,6 +17,7 @@ from torch import nn
 
 from engine.collectives import Collective, Group
 from engine.collectives.pieces import Piece
+from engine.collectives.pushes import PushReducer
 from engine.job import Job
 from engine.plan.lowering import channels
 from engine.runtime.reduction import collective_of
@@ -97,11 +98,7 @@ class Wiring:
         owners = {s: job.placement.ranks_of(s) for s in range(job.placement.stages)}
         groups = {s: [r * job.ranks + o for r in range(job.replicas) for o in own] for s, own in owners.items()}
         kinds = {s: collective_of(job.settings, members) for s, members in groups.items()}
-        sharded = division_of(job.settings) is not None
-        wanted = {
-            s: Group.edges(m, f"reduce{s}", kinds[s]) if sharded else kinds[s].edges(m, f"reduce{s}")
-            for s, m in groups.items()
-        }
+        wanted = {s: _reduction_edges(job, kinds[s], members, f"reduce{s}") for s, members in groups.items()}
         transport.open(self._edges(job) + [edge for edges in wanted.values() for edge in edges])
         self._pipeline = [self.replica * job.ranks + r for r in range(job.ranks)]
         self._last = groups[job.placement.stages - 1]
@@ -109,7 +106,7 @@ class Wiring:
             self._group([replica * job.ranks + r for r in range(job.ranks)], "norms")
         self._group(self._last, "counts")
         self._everybody = list(range(job.world))
-        if sharded and job.replicas > 1:
+        if division_of(job.settings) is not None and job.replicas > 1:
             self._group(self._everybody, "norms")
         self.reduction: dict[int, Collective] = {}
         self.sharing: dict[int, Group] = {}
@@ -148,6 +145,16 @@ class Wiring:
         if len(self._last) == 1 or self._transport.rank not in self._last:
             return lambda: None
         return self._transport.all_reduce(count, self._last, "counts").wait
+
+
+def _reduction_edges(job: Job, kind: type[Collective], members: list[int], label: str) -> list[Edge]:
+    """What the copies of a stage need: channels between any two only where the optimizer is divided."""
+    division = division_of(job.settings)
+    if division is None:
+        return kind.edges(members, label)
+    if job.settings.data_parallel.mode == "async":
+        return [*kind.edges(members, label), *PushReducer.edges(members, label, division)]
+    return Group.edges(members, label, kind)
 
 
 def norms_of(

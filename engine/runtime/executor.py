@@ -270,13 +270,17 @@ class Executor:
         if key in self._handed:
             return self._handed.pop(key)
         start = self.tracer.mark()
-        if self.when_idle is not None:
-            work, self.when_idle = self.when_idle, None
-            work()
+        self.idle()
         tensors = self.links.receive(self._posted.pop(key), stage - 1 if op is Op.RECV_F else stage + 1, microbatch)
         kind = Kind.WAIT_F if op is Op.RECV_F else Kind.WAIT_B
         self.tracer.add(kind, stage, microbatch, start, self.tracer.mark())
         return tensors
+
+    def idle(self) -> None:
+        """The rank waits for something: do what was left for that moment."""
+        if self.when_idle is not None:
+            work, self.when_idle = self.when_idle, None
+            work()
 
     def _send_f(self, stage: int, microbatch: int) -> None:
         self._send(Op.SEND_F, stage, stage + 1, microbatch, self._message(stage, microbatch).forward)

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.collectives.buckets import Reducer
+from engine.collectives.pushes import PushReducer
 from engine.runtime.activations import storage_bytes
 from engine.runtime.stage import Stage
 from engine.runtime.update import Update
@@ -24,9 +25,11 @@ class Held:
     """`divided`: the optimizer's work is; each rank is then handed the gradients of its own part only, but its
     backwards have made them all."""
 
-    def __init__(self, stages: Iterable[Stage], reducers: Iterable[Reducer], update: Update, divided: bool) -> None:
+    def __init__(
+        self, stages: Iterable[Stage], reducers: Iterable[Reducer], updates: Iterable[Update], divided: bool
+    ) -> None:
         self._layers = [layer.module for stage in stages for layer in stage.layers]
-        self._reducers, self._update, self._divided = list(reducers), update, divided
+        self._reducers, self._updates, self._divided = list(reducers), list(updates), divided
         self._gradients = 0
 
     def before_update(self) -> None:
@@ -40,9 +43,10 @@ class Held:
     def after_update(self) -> dict[str, int]:
         """The meta of a `memory` record, in bytes: see `engine.records`."""
         kept = (t for module in self._layers for tensors in (module.parameters(), module.buffers()) for t in tensors)
-        state = self._update.optimizer.state if self._update.optimizer else {}
+        state = [update.optimizer.state for update in self._updates if update.optimizer]
+        served = sum(r.server.nbytes for r in self._reducers if isinstance(r, PushReducer) and r.server)
         return {
-            "parameters": storage_bytes(kept),
+            "parameters": storage_bytes(kept) + served,
             "gradients": self._gradients,
             "buckets": sum(reducer.wire_bytes for reducer in self._reducers),
             "optimizer_state": storage_bytes(_tensors(state)),

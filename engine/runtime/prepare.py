@@ -24,6 +24,7 @@ from engine.plan.schedules import SCHEDULES, largest_legal_microbatches
 from engine.plan.schedules import build as build_schedule
 from engine.plan.schedules.forward_only import evaluation
 from engine.plan.verify import verify
+from engine.runtime.asynchronous_sgd import check_asynchronous_sgd
 from engine.runtime.build import DTYPES, autocast_of, model_layers
 from engine.runtime.inspect import FakeModel
 from engine.runtime.losses import Loss, make_loss
@@ -48,6 +49,7 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
     verify(compute, SCHEDULES[compute.name].ascending)
     settings = replace(settings, model=sized_model(settings.model, compute.placement))
     _check_batch(settings)
+    check_asynchronous_sgd(settings, compute)
     check_sharding(settings, compute)
     make_overlap(settings.model.get("overlap"))
     loss = make_loss(settings.model.get("loss") or {})

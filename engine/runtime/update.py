@@ -103,13 +103,16 @@ class Update:
         """The learning rate that the next step will use (of the first parameter group)."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer else None
 
-    def apply(self, norm: Tensor | None) -> None:
-        """Clip by `norm` where it is given, step, advance the schedule by one optimizer step, zero."""
-        if self.optimizer is None:
-            return
-        if norm is not None:
+    def clip(self, norm: Tensor | None) -> None:
+        """Scale the gradients down to `clip_norm`, where a `norm` above it is given."""
+        if norm is not None and self.parameters:
             assert self.clip_norm is not None
             torch.nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, norm)
+
+    def apply(self) -> None:
+        """Step, advance the schedule by one optimizer step, zero."""
+        if self.optimizer is None:
+            return
         self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 
 import numpy as np
@@ -20,12 +20,14 @@ import torch
 from engine.collectives.background import ReduceThread
 from engine.collectives.buckets import Reducer
 from engine.collectives.order import Order
+from engine.collectives.pushes import PushReducer
 from engine.collectives.shards import ShardedReducer
 from engine.collectives.watch import Watch
 from engine.job import Job, MessageSpec
 from engine.plan.timeline import Kind
 from engine.plan.updates import read_versions
 from engine.records import LAYER_COLUMNS, encode
+from engine.runtime.asynchronous_sgd import Replicas, is_asynchronous, push_reducer
 from engine.runtime.build import Wiring, build_optimizer, build_stages, device_of, norms_of
 from engine.runtime.clock import Clocks
 from engine.runtime.delay import slow_down
@@ -81,7 +83,9 @@ class Worker:
         pieces = {s: sharded.pieces for s, sharded in self.sharded.items()}
         whole = [p for s in sorted(self.stages) for _, p in self.stages[s].named_parameters()]
         parameters = [piece.parameter for own in pieces.values() for piece in own] if pieces else whole
-        self.update = Update(parameters, *build_optimizer(job, parameters), settings.train.clip_norm)
+        pushing = {s: r for s, r in self.reducers.items() if isinstance(r, PushReducer)}
+        optimizer, scheduler = (None, None) if pushing else build_optimizer(job, parameters)
+        self.update = Update(parameters, optimizer, scheduler, settings.train.clip_norm)
         self.norms = norms_of(job, self.stages, pieces, self.wiring, self.device)
         self.watches = [Watch([p for _, p in reducer.named], reducer.seen) for reducer in self.reducers.values()]
         self.loss = make_loss(settings.model.get("loss") or {})
@@ -95,11 +99,13 @@ class Worker:
         )  # fmt: skip
         self.shares = Shares(job, rank, self.device, self.tracer, self._legal)
         self.evaluation = Evaluation(job, rank, self.device, self.executor, self.stages, self.wiring, self.loss)
+        self.replicas = Replicas(job, pushing, self.shares.steps) if pushing else None  # those that are asynchronous
         self.window: Window | None = None  # the present one of an asynchronous schedule
         for number, stage in self.stages.items() if job.windows else ():
             stage.versions = Versions(number, [layer.module for layer in stage.layers])
+        updates = [self.update] if self.replicas is None else self.replicas.updates
         self._held: Held | None = Held(
-            self.stages.values(), self.reducers.values(), self.update, bool(self.sharded)
+            self.stages.values(), self.reducers.values(), updates, bool(self.sharded)
         )  # until it is told
         self._unsent: Callable[[], None] | None = None
         self._norm: float | None = None
@@ -112,7 +118,9 @@ class Worker:
         division = division_of(self.job.settings)
         for s in sorted(self.stages, reverse=True):
             named, rest = self.stages[s].named_parameters(), (nbytes, self.reduce_thread, order)
-            if division is not None:
+            if division is not None and is_asynchronous(self.job.settings):
+                reducers[s] = push_reducer(self.job, named, wiring.sharing[s], *rest, division)
+            elif division is not None:
                 reducers[s] = ShardedReducer(named, wiring.sharing[s], *rest, division)
             else:
                 reducers[s] = Reducer(named, wiring.reduction[s], *rest)
@@ -125,8 +133,12 @@ class Worker:
         self._compare_clocks()
         try:
             self._train()
+            if self.replicas is not None:
+                self.replicas.join()
         finally:
             self._flush()
+            if self.replicas is not None:
+                self.replicas.close()
         self._compare_clocks()
         self.links.limit(0)
         self._await_parameters()
@@ -150,6 +162,8 @@ class Worker:
                 self._stream(done, count)
             else:
                 self._one_step(done)
+                if self.replicas is not None:
+                    self.replicas.end(done)
             done += count
             if every != 0 and (done == steps or (every is not None and done % every == 0)):
                 self._flush()
@@ -177,7 +191,10 @@ class Worker:
         trace = self.job.settings.trace.every
         self.tracer.on = trace > 0 and step % trace == 0
         self.executor.reset_peaks()
-        self._before = self.update.lr, self.links.bytes_sent, self._reduce_bytes
+        if self.replicas is not None:
+            self.replicas.begin(step)
+        lr = self.update.lr if self.replicas is None else self.replicas.lr
+        self._before = lr, self.links.bytes_sent, self._reduce_bytes
         self.executor.when_idle = lambda: self._meanwhile(load)
 
     def _end(self, step: int, microbatches: int, losses: list[float], counted: float) -> None:
@@ -205,12 +222,15 @@ class Worker:
             "window": list(traced.window),
         }
         told = [each.told() for each in versions]
+        pushes = None if self.replicas is None else self.replicas.told()
         norm = self._local_norm
 
         def send() -> None:
             arrays = {"spans": traced.spans(), "pairs": traced.pairs(), "layers": self._layers(traced.layers())}
             if told:
                 arrays["versions"] = np.concatenate(told)
+            if pushes is not None:
+                arrays["pushes"] = pushes
             self.post(encode("step", record | {"local_grad_norm": norm()}, arrays))
 
         self._unsent = send
@@ -258,8 +278,9 @@ class Worker:
     # -- what the executor asks for --------------------------------------------------------------------------------
 
     def _count(self, share: Share) -> Count:
-        """What the global batch of a share counted: started here."""
-        return Count(self.shares.counted(share, self.loss), self.wiring.sum_counts, self.tracer)
+        """What the global batch of a share counted, or where replicas are asynchronous the share: started here."""
+        start = self.wiring.sum_counts if self.replicas is None else Count.alone
+        return Count(self.shares.counted(share, self.loss), start, self.tracer)
 
     def _legal(self, microbatches: int) -> int:
         """The largest number of micro-batches, at most so many, for which there is a program."""
@@ -276,6 +297,8 @@ class Worker:
 
     def _closing(self, kind: Kind, stage: int, microbatch: int) -> None:
         """The last backward of a stage is next: a bucket of its gradients is reduced as soon as they are there."""
+        if self._kept_back:
+            return
         reducer = self.reducers[stage]
         reducer.expect()
         if kind is Kind.W:  # what does not wait for it is there
@@ -285,21 +308,23 @@ class Worker:
                     reducer.seen(number)
 
     def _reduce(self, stage: int) -> None:
-        self.reducers[stage].launch()
+        if not self._kept_back:
+            self.reducers[stage].launch()
+
+    @property
+    def _kept_back(self) -> bool:
+        """Whether gradients leave at STEP only: asynchronous replicas push what is clipped already."""
+        return self.replicas is not None and self.update.clip_norm is not None
 
     def _step(self, microbatch: int) -> None:
         """STEP: the reductions are awaited, the gradients clipped, the parameters updated.
 
-        In an asynchronous schedule it names the last micro-batch of its update.
+        In an asynchronous schedule it names the last micro-batch of its update. Where replicas are asynchronous a
+        server updates: the gradients are clipped, and what comes back for them is awaited.
         """
         mark, add = self.tracer.mark, self.tracer.add
-        for stage, reducer in self.reducers.items():
-            start = mark()
-            reducer.wait()
-            add(Kind.WAIT_REDUCE, stage, -1, start, mark())
-            for ready, begun, ended in reducer.spans:
-                self.tracer.add_host(Kind.QUEUED, stage, -1, ready, begun)
-                self.tracer.add_host(Kind.REDUCE, stage, -1, begun, ended)
+        if self.replicas is None:
+            self._await_reductions()
         norm = None
         if self.update.clip_norm is not None:
             start = mark()
@@ -314,16 +339,37 @@ class Worker:
             for each in self.stages.values():
                 if each.versions is not None:
                     stack.enter_context(each.versions.updating())
-            self.update.apply(norm)
+            self.update.clip(norm)
+            self.update.apply()
         add(Kind.STEP, -1, microbatch, start, mark())
+        if self.replicas is not None:
+            self._await_servers()
         if self._held is not None:
-            self.post(encode("memory", {"rank": self.world_rank} | self._held.after_update()))
+            with nullcontext() if self.replicas is None else self.replicas.paused():
+                self.post(encode("memory", {"rank": self.world_rank} | self._held.after_update()))
             self._held = None
         if self.window is not None:
             self._updated(self.window)
 
     def _gather(self, stage: int) -> None:
         self.sharded[stage].gather()
+
+    def _await_reductions(self) -> None:
+        for stage, reducer in self.reducers.items():
+            start = self.tracer.mark()
+            reducer.wait()
+            self.tracer.add(Kind.WAIT_REDUCE, stage, -1, start, self.tracer.mark())
+            for ready, begun, ended in reducer.spans:
+                self.tracer.add_host(Kind.QUEUED, stage, -1, ready, begun)
+                self.tracer.add_host(Kind.REDUCE, stage, -1, begun, ended)
+
+    def _await_servers(self) -> None:
+        """The pushes are applied, and the weights for the next step are there."""
+        if self._kept_back:
+            for reducer in self.reducers.values():
+                reducer.launch()
+        self.executor.idle()
+        self._await_reductions()
 
     def _await_parameters(self) -> None:
         for stage in self.stages.values():
