@@ -24,6 +24,10 @@ class DataParallel:
     mode: str = "sync"
     max_staleness: int | None = None  # of async: steps that a replica may be ahead of the slowest; null: no bound
 
+    @property
+    def asynchronous(self) -> bool:
+        return self.mode == "async"
+
 
 @dataclass(frozen=True)
 class AllReduce:
@@ -105,7 +109,7 @@ class Settings:
     @property
     def divided(self) -> bool:
         """Whether the optimizer is divided over replicas that update together: parameters are then gathered."""
-        return self.data_parallel.mode == "sync" and (self.shard_optimizer or self.allreduce.name in DIVIDED)
+        return not self.data_parallel.asynchronous and (self.shard_optimizer or self.allreduce.name in DIVIDED)
 
     @property
     def world(self) -> int:

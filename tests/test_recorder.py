@@ -157,7 +157,8 @@ def test_the_summary_has_its_schema(tmp_path: Path) -> None:
         list(each) == ["rank", "replica", "total", "hideable", "hidden", "share"] for each in overlap["per_rank"]
     )
     assert summary["bubble"]["ideal"] == pytest.approx(0.2) and summary["bubble"]["predicted"] == pytest.approx(0.2)
-    assert summary["data_parallel"] == {"barrier": [{"waiting": 0.0, "share": 0.0, "reducing": 0.0}] * 2}
+    nothing = {"waiting": 0.0, "share": 0.0, "reducing": 0.0}
+    assert summary["data_parallel"] == {"mode": "sync", "barrier": [nothing] * 2}
     per_rank = summary["bubble"]["per_rank"]
     assert [(entry["rank"], entry["replica"]) for entry in per_rank] == [(0, 0), (1, 0), (0, 1), (1, 1)]
     for entry in per_rank:

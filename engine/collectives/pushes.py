@@ -11,6 +11,7 @@ and where all meet. Who owns what is `division`'s: one server per stage, or a sh
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -94,6 +95,8 @@ class PushReducer(Reducer):
             self._take_answer(owner, self.meeting)
         wait_all(self._sent)
         self._sent.clear()
+        if self.spans:  # the last one's ends with the answers
+            self.spans[-1] = self.spans[-1]._replace(end=time.monotonic_ns())
         for _, parameter in self.named:
             parameter.grad = None
         self.bytes_sent = self._pushes.sent.nbytes + (self.server.bytes_sent if self.server else 0)

@@ -74,6 +74,23 @@ class Timeline:
     def ranks(self) -> int:
         return len(self.windows)
 
+    def first(self, ranks: int) -> Timeline:
+        """The part of the first so many ranks; itself where it has no more."""
+        if ranks >= self.ranks:
+            return self
+        kept = self.rank < ranks
+        pairs = self.pairs[kept[self.pairs[:, 0]]]  # both of a pair are on one rank
+        return Timeline(
+            self.rank[kept],
+            self.kind[kept],
+            self.stage[kept],
+            self.microbatch[kept],
+            self.start[kept],
+            self.end[kept],
+            self.windows[:ranks],
+            (np.cumsum(kept) - 1)[pairs],
+        )
+
     def __len__(self) -> int:
         return len(self.kind)
 

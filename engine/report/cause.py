@@ -157,6 +157,13 @@ def _transfer(job: Job, bubbles: Bubbles, share: str) -> str:
 
 
 def _reduce(job: Job, bubbles: Bubbles, share: str) -> str:
+    if job.settings.data_parallel.asynchronous:
+        bound = job.settings.data_parallel.max_staleness
+        return (
+            f"Pushing gradients and waiting for the server's weights costs {share}; push less often with "
+            f"train.accumulate={2 * job.settings.train.accumulate}"
+            + ("" if bound is None else f", or raise data_parallel.max_staleness={bound}")
+        )
     slow = _slow_replica(bubbles)
     if slow is not None:
         return f"Replicas wait for each other, which costs {share}: {slow}; see what else runs where it does"

@@ -41,6 +41,9 @@ def of_ranks(step: Step) -> dict[str, float | None]:
         values[f"memory/rank{rank}/peak_activation_bytes"] = peak_bytes
     values |= {f"memory/rank{rank}/weight_versions": kept for rank, kept in enumerate(step.weight_versions or ())}
     values |= {f"staleness/stage{stage}": updates for stage, updates in enumerate(step.staleness or ())}
+    for replica, own in enumerate(step.replicas):
+        values[f"staleness/replica{replica}"] = max(own.staleness, default=None)
+        values[f"throughput/replica{replica}/steps_per_second"] = 1 / own.seconds if own.seconds else None
     return values
 
 

@@ -17,8 +17,11 @@ import numpy.typing as npt
 from engine.job import Job
 from engine.plan.timeline import Timeline
 from engine.records import LAYER_COLUMNS, SPAN_COLUMNS, VERSION_COLUMNS, Record
+from engine.report.pushes import Pushed, pushed, together
 
 Meta = dict[str, Any]
+
+AHEAD = 64  # steps under way of which everything is held
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Step:
     rows: int  # samples of the largest micro-batch so far
     layers: npt.NDArray[np.float64]  # [n, 4], columns as in engine.records, each the mean over who holds the layer
     weight_versions: list[int] | None = None  # asynchronous schedules: the most kept so far on each rank
+    replicas: tuple[Pushed, ...] = ()  # asynchronous replicas: the step of each
     staleness: list[int] | None = None  # and by stage how many updates older than this one the weights were, at most
 
     @property
@@ -52,16 +56,22 @@ class Step:
 
 
 class Steps:
-    """Holds the records of steps that are under way on some ranks; a rank is ahead of another by a few at most."""
+    """Holds the records of steps that are under way on some ranks; a rank is ahead of another by a few at most.
+
+    Where replicas are asynchronous it can be by any number: of the steps beyond AHEAD only the figures are held.
+    """
 
     def __init__(self, job: Job) -> None:
-        self._job = job
+        self._job, self._apart = job, job.settings.data_parallel.asynchronous
         self._pending: dict[int, dict[int, Record]] = {}
 
     def add(self, record: Record) -> Step | None:
         """The step that this record completes, if it does."""
         index = record.meta["step"]
         ranks = self._pending.setdefault(index, {})
+        if self._apart and index > next(iter(self._pending)) + AHEAD:
+            kept = {name: array if name == "pushes" else array[:0] for name, array in record.arrays.items()}
+            record = record._replace(arrays=kept)
         ranks[record.meta["rank"]] = record
         if len(ranks) < self._job.world:
             return None
@@ -75,20 +85,22 @@ def _combine(job: Job, records: Sequence[Record]) -> Step:
     def by_rank(key: str) -> list[list[int]]:
         return [[m[key] for m in metas[rank :: job.ranks]] for rank in range(job.ranks)]
 
-    windows = [m["window"] for m in metas]
+    windows, replicas = [m["window"] for m in metas], pushed(job, records)
+    mean = sum(end - start for start, end in windows) / len(windows) * 1e-9
     return Step(
         index=metas[0]["step"],
         samples=metas[0]["samples"],
         loss=ratio(metas, "loss_sum", "loss_count"),
         lr=next((m["lr"] for m in metas if m["lr"] is not None), None),
         grad_norm=_grad_norm(metas[: job.ranks]),
-        seconds=sum(end - start for start, end in windows) / len(windows) * 1e-9,
+        seconds=together(replicas) if replicas else mean,
         peak_in_flight=[max(values) for values in by_rank("peak_in_flight")],
         peak_activation_bytes=[max(values) for values in by_rank("peak_activation_bytes")],
         bytes_sent_between_stages=[sum(values) for values in by_rank("bytes_sent_between_stages")],
         reduce_bytes_sent=max(m["reduce_bytes_sent"] for m in metas),
         bytes_sent=[m["bytes_sent_between_stages"] + m["reduce_bytes_sent"] for m in metas],
-        timeline=_timeline(records),
+        timeline=_timeline(records, whole=bool(replicas)),
+        replicas=replicas,
         microbatches=max(m["microbatches"] for m in metas),
         rows=max(m["rows"] for m in metas),
         layers=_layers(records),
@@ -135,10 +147,10 @@ def _grad_norm(metas: Sequence[Meta]) -> float | None:
     return math.hypot(*local) if len(local) == len(metas) else None
 
 
-def _timeline(records: Sequence[Record]) -> Timeline | None:
-    """The spans of all ranks; world rank is the index of the record."""
+def _timeline(records: Sequence[Record], whole: bool) -> Timeline | None:
+    """The spans of all ranks; world rank is the index of the record. `whole`: None where those of a rank are gone."""
     spans = [record.arrays["spans"].reshape(-1, SPAN_COLUMNS) for record in records]
-    if not any(map(len, spans)):
+    if not any(map(len, spans)) or (whole and not all(map(len, spans))):
         return None
     kind, stage, microbatch, start, end = np.concatenate(spans).T
     rank = np.repeat(np.arange(len(spans)), [len(rows) for rows in spans])

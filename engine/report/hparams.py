@@ -29,6 +29,7 @@ def hparams(job: Job, lr: float | None) -> dict[str, HParam]:
         "stages": job.placement.stages,
         "microbatches": settings.pipeline.microbatches,
         "replicas": job.replicas,
+        "data_parallel": settings.data_parallel.mode,
         "model": _target(settings.model),
         "data": _target(settings.data),
         "optimizer": _target(settings.optimizer),

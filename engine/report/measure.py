@@ -71,23 +71,31 @@ def fractions(table: npt.NDArray[np.int64]) -> Floats:
 
 
 class Measure:
-    """Running sums over traced steps."""
+    """Running sums over traced steps.
+
+    Where replicas are asynchronous they do not share a step: what is made of a whole one is made of the first's.
+    """
 
     def __init__(self, job: Job) -> None:
         self._ranks, self._world, self._replicas = job.ranks, job.world, job.replicas
+        self._together = (
+            1 if job.settings.data_parallel.asynchronous else job.replicas
+        )  # replicas whose step is looked at as one
         self._passes = job.settings.train.accumulate
         self.program = repeated(job.compute, self._passes)
         self._microbatches = job.compute.microbatches
         self._stages = job.placement.stages
         self._sums = Sums.zero(job.world, self._stages, self._microbatches)
         self._added = self._latest = 0
-        self._waterfalls, self._average = Waterfalls(self.program, job.replicas, self._passes), Average(job.replicas)
+        self._waterfalls = Waterfalls(self.program, self._together, self._passes)
+        self._average = Average(self._together)
         self.waterfall: Waterfall | None = None  # of the last traced step, where it had all its micro-batches
         self.overlap: Overlap | None = None  # of the last traced step, where gradients are reduced
         self._overlap: Overlap | None = None  # of all that count
         self._reduces = job.reduces
         self.observed: Observed | None = None  # the step that was added last, where it was a whole one
-        self.last: Timeline | None = None  # the last traced step
+        self.shown: Timeline | None = None  # the step that was added last, as far as it is looked at as one
+        self.last: Timeline | None = None  # the last traced step, as far as it is looked at as one
         self.last_whole: Timeline | None = None  # the last that had all its micro-batches
 
     def add(self, timeline: Timeline, step: int = 0) -> Account:
@@ -95,10 +103,11 @@ class Measure:
         found = account(timeline, self._ranks, self._stages)
         if self._added == 1:
             self._sums = Sums.zero(self._world, self._stages, self._microbatches)
-            self._average, self._overlap = Average(self._replicas), None
+            self._average, self._overlap = Average(self._together), None
         self._added += 1
         self._sums.take(found)
         whole = self._add_costs(timeline)
+        timeline = timeline.first(self._together * self._ranks)
         waterfall = self._waterfalls.of(timeline) if whole else None
         self.observed = self._waterfalls.observed if whole else None
         if waterfall is not None:
@@ -106,6 +115,7 @@ class Measure:
         reduced = overlap(timeline) if self._reduces else None
         if reduced is not None:
             self._overlap = reduced if self._overlap is None else self._overlap + reduced
+        self.shown = timeline
         if step >= self._latest:
             self._latest, self.last, self.waterfall, self.overlap = step, timeline, waterfall, reduced
             self.last_whole = timeline if whole else self.last_whole

@@ -44,6 +44,7 @@ from engine.report.measure import Bubbles, Measure
 from engine.report.path import critical_path
 from engine.report.perfetto import write_trace
 from engine.report.progress import Progress
+from engine.report.pushes import Staleness
 from engine.report.series import CURVES, Thinning
 from engine.report.steady import SteadyMeasure
 from engine.report.summary import Totals
@@ -74,8 +75,10 @@ class Recorder:
         self._steps, self._evaluations = Steps(job), Evaluations(job)
         self._totals, self._measure = Totals(job), SteadyMeasure(job) if job.windows else Measure(job)
         self._clocks = Clocks(job.world, job.ranks)
-        self._barrier = Barrier(job) if job.replicas > 1 else None
-        self._costs = None if job.windows else Costs(job)
+        apart = job.settings.data_parallel.asynchronous
+        self._barrier = Barrier(job) if job.replicas > 1 and not apart else None
+        self._staleness = Staleness(job) if apart else None
+        self._costs = None if job.windows or apart else Costs(job)
         self._documents = Documents(job, self._board, self._measure, self._clocks)
         self._looks = Looks(self._look, self._counted)
         self._by_rank, self._looked = (Thinning(CURVES) for _ in range(2))
@@ -130,6 +133,8 @@ class Recorder:
         if self._totals.steps == 0:
             self._begin(step.lr)
         self._totals.add(step)
+        if self._staleness is not None:
+            self._staleness.add(step.replicas)
         self._board.scalars(curves.of_step(step) | (curves.of_ranks(step) if self._by_rank.keeps() else {}), step.index)
         account = None
         if step.timeline is not None:
@@ -160,7 +165,8 @@ class Recorder:
         """A step on the clock of rank 0, and its account, which is now in the means."""
         assert step.timeline is not None
         timeline = self._clocks.aligned(step.timeline)
-        step, account = replace(step, timeline=timeline), self._measure.add(timeline, step.index)
+        account = self._measure.add(timeline, step.index)
+        step = replace(step, timeline=self._measure.shown)
         if self._barrier is not None:
             self._barrier.add(timeline)
         if self._costs is not None:
@@ -173,7 +179,9 @@ class Recorder:
 
     def _data_parallel(self) -> dict[str, Any] | None:
         """What summary.json says of the replicas; None where there is one."""
-        return None if self._barrier is None else {"barrier": self._barrier.result()}
+        if self._staleness is not None:
+            return self._staleness.summary()
+        return None if self._barrier is None else {"mode": "sync", "barrier": self._barrier.result()}
 
     # -- at the end ------------------------------------------------------------------------------------------------
 
@@ -214,6 +222,7 @@ class Recorder:
         measure = self._measure
         if self._raw is not None and self._clocks.several:
             timeline = self._clocks.aligned(self._raw)
+            timeline = timeline if measure.last is None else timeline.first(measure.last.ranks)
             measure.last_whole = timeline if measure.last_whole is measure.last else measure.last_whole
             measure.last = timeline
         return measure.last

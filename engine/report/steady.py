@@ -49,6 +49,7 @@ class SteadyMeasure:
         self.waterfall: Waterfall | None = None  # it is one of whole steps
         self.overlap: Overlap | None = None  # so is this
         self.observed: Observed | None = None  # and so is this
+        self.shown: Timeline | None = None  # the update that was added last
         self.last: Timeline | None = None  # the last updates of a window, as one timeline
         self.last_whole: Timeline | None = None
 
@@ -66,7 +67,7 @@ class SteadyMeasure:
             _add_costs(sums, timeline)
         self._keep(timeline, position, length)
         self._recent.append(timeline)
-        self._before = step
+        self._before, self.shown = step, timeline
         self.last = self.last_whole = joined(self._recent)
         return found
 

@@ -16,10 +16,12 @@ from engine.report.clocks import Clocks
 from engine.report.measure import Bubbles
 from engine.report.overlap import Overlap
 from engine.report.path import Link, by_cause, by_rank, name_of
+from engine.report.pushes import pace_rows, pushes_text, staleness_rows
 from engine.report.tables import Rows, markdown, milliseconds, percent, size, table
 from engine.report.waterfall import missing
 
 PATH, CLOCKS = "Critical path of the last traced step", "Clocks"
+FIRST_ONLY = "What is said below of a whole step (waterfall, critical path, timeline, trace) is replica 0's."
 NAMED = 4  # replicas that a sentence lists one by one
 LONGEST = 5  # links of the critical path that are named
 
@@ -103,6 +105,7 @@ def headline(summary: dict[str, Any]) -> str:
     """The run in one line."""
     s = summary
     sizes = f"ranks {s['ranks']}, micro-batches {s['microbatches']}, replicas {s['replicas']}"
+    sizes += " (asynchronous)" if pushes(s) else ""
     said = f"{s['status']}: {s['schedule']}, {sizes}; steps {s['steps']}, samples {s['samples']}"
     first, last = s["loss"]["first"], s["loss"]["last"]
     if first is not None and last is not None:
@@ -121,6 +124,8 @@ def closing(job: Job, summary: dict[str, Any], bubbles: Bubbles | None, cause: s
         parts.append(asynchronous_text(summary))
     if waits := barriers(summary):
         parts.append(barrier_text(waits))
+    if told := pushes(summary):
+        parts += [pushes_text(told), table(pace_rows(told))]
     if bubbles is not None:
         parts += [
             f"Where a step went, {_mean(summary, bubbles)}, ms and share:",
@@ -154,6 +159,9 @@ def report(
     sections = [("", headline(summary))]
     if summary["asynchronous"] is not None:
         sections.append(("Asynchronous", asynchronous_text(summary) + "\n\n" + tabular(_staleness_rows(summary))))
+    if told := pushes(summary):
+        tables = tabular(pace_rows(told)), tabular(staleness_rows(told)), FIRST_ONLY
+        sections.append(("Asynchronous replicas", "\n\n".join([pushes_text(told), *tables])))
     if summary["evaluation"] is not None:
         sections.append(("Evaluation", tabular(_evaluation_rows(summary["evaluation"]))))
     if bubbles is None:
@@ -226,6 +234,12 @@ def asynchronous_text(summary: dict[str, Any]) -> str:
 def barriers(summary: dict[str, Any]) -> list[dict[str, float]]:
     """What each replica wasted at the barrier; empty where there is none, or nothing was traced."""
     return (summary["data_parallel"] or {}).get("barrier") or []
+
+
+def pushes(summary: dict[str, Any]) -> dict[str, Any] | None:
+    """What asynchronous replicas pushed; None where there are none."""
+    told: dict[str, Any] | None = summary["data_parallel"]
+    return told if told is not None and told["mode"] == "async" else None
 
 
 def barrier_text(waits: Sequence[dict[str, float]]) -> str:

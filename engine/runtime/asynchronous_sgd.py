@@ -4,9 +4,9 @@
     data_parallel.mode=async    each push is an update: R per step, each of one replica's share of the global batch
 
 A gradient is divided by what the replica's own share counts, so the learning rate means what it means for one process
-with a batch of that size. (With R times the learning rate, or R times smaller shares, a step of all replicas moves the
-weights about as far as a synchronous one.) An optimizer's state knows pushes: momentum and decay act R times per step.
-A scheduler advances with every R-th push, and so gets as far as in a synchronous run.
+with a batch of that size. R pushes move the weights about as far as R synchronous updates would: to compare, divide it
+by R. An optimizer's state knows pushes: momentum and decay act R times per step. A scheduler advances with every R-th
+push, and so gets as far as in a synchronous run.
 """
 
 from __future__ import annotations
@@ -37,14 +37,10 @@ from engine.settings import Settings
 BEATS = 4  # times per time limit that a server says it holds somebody back
 
 
-def is_asynchronous(settings: Settings) -> bool:
-    return settings.data_parallel.mode == "async"
-
-
 def check_asynchronous_sgd(settings: Settings, program: Program) -> None:
     """ValueError where replicas cannot do without each other, or a bound has nothing to bound."""
     chosen, server = settings.data_parallel, settings.allreduce.name
-    if not is_asynchronous(settings):
+    if not chosen.asynchronous:
         if chosen.max_staleness is not None:
             raise ValueError(
                 f"data_parallel.max_staleness={chosen.max_staleness} bounds asynchronous replicas, but "
@@ -93,19 +89,23 @@ def push_reducer(
     return PushReducer(named, group, nbytes, thread, order, division, bound, beat_s)
 
 
-class Replicas:
+class AsynchronousSGD:
     """What one rank does for asynchronous replicas besides its own program. `reducers` by stage."""
 
     def __init__(self, job: Job, reducers: Mapping[int, PushReducer], steps: int) -> None:
         every = job.settings.eval.every if job.eval_samples else None
         self._ends = tuple(accumulate(window_lengths(steps, every)))  # steps behind which all meet
-        self._reducers = reducers
+        self._reducers, self._steps = reducers, steps
         self.updates: list[Update] = []  # of the servers here, in the order of their stages
         for stage, reducer in sorted(reducers.items()):
             if reducer.server is not None:
                 update, reducer.server.update = served(job, stage, [p.parameter for p in reducer.server.pieces])
                 self.updates.append(update)
-                reducer.serve(steps)
+
+    def serve(self) -> None:
+        """Before the first step: the servers here begin to serve."""
+        for reducer in self._reducers.values():
+            reducer.serve(self._steps)
 
     @property
     def lr(self) -> float | None:

@@ -152,7 +152,7 @@ def _reduction_edges(job: Job, kind: type[Collective], members: list[int], label
     division = division_of(job.settings)
     if division is None:
         return kind.edges(members, label)
-    if job.settings.data_parallel.mode == "async":
+    if job.settings.data_parallel.asynchronous:
         return [*kind.edges(members, label), *PushReducer.edges(members, label, division)]
     return Group.edges(members, label, kind)
 

@@ -27,7 +27,7 @@ from engine.job import Job, MessageSpec
 from engine.plan.timeline import Kind
 from engine.plan.updates import read_versions
 from engine.records import LAYER_COLUMNS, encode
-from engine.runtime.asynchronous_sgd import Replicas, is_asynchronous, push_reducer
+from engine.runtime.asynchronous_sgd import AsynchronousSGD, push_reducer
 from engine.runtime.build import Wiring, build_optimizer, build_stages, device_of, norms_of
 from engine.runtime.clock import Clocks
 from engine.runtime.delay import slow_down
@@ -99,11 +99,11 @@ class Worker:
         )  # fmt: skip
         self.shares = Shares(job, rank, self.device, self.tracer, self._legal)
         self.evaluation = Evaluation(job, rank, self.device, self.executor, self.stages, self.wiring, self.loss)
-        self.replicas = Replicas(job, pushing, self.shares.steps) if pushing else None  # those that are asynchronous
+        self.async_sgd = AsynchronousSGD(job, pushing, self.shares.steps) if pushing else None
         self.window: Window | None = None  # the present one of an asynchronous schedule
         for number, stage in self.stages.items() if job.windows else ():
             stage.versions = Versions(number, [layer.module for layer in stage.layers])
-        updates = [self.update] if self.replicas is None else self.replicas.updates
+        updates = [self.update] if self.async_sgd is None else self.async_sgd.updates
         self._held: Held | None = Held(
             self.stages.values(), self.reducers.values(), updates, bool(self.sharded)
         )  # until it is told
@@ -118,7 +118,7 @@ class Worker:
         division = division_of(self.job.settings)
         for s in sorted(self.stages, reverse=True):
             named, rest = self.stages[s].named_parameters(), (nbytes, self.reduce_thread, order)
-            if division is not None and is_asynchronous(self.job.settings):
+            if division is not None and self.job.settings.data_parallel.asynchronous:
                 reducers[s] = push_reducer(self.job, named, wiring.sharing[s], *rest, division)
             elif division is not None:
                 reducers[s] = ShardedReducer(named, wiring.sharing[s], *rest, division)
@@ -132,13 +132,15 @@ class Worker:
         self.post(encode("ready", hello | {"threads": torch.get_num_threads()}))
         self._compare_clocks()
         try:
+            if self.async_sgd is not None:
+                self.async_sgd.serve()
             self._train()
-            if self.replicas is not None:
-                self.replicas.join()
+            if self.async_sgd is not None:
+                self.async_sgd.join()
         finally:
+            if self.async_sgd is not None:
+                self.async_sgd.close()
             self._flush()
-            if self.replicas is not None:
-                self.replicas.close()
         self._compare_clocks()
         self.links.limit(0)
         self._await_parameters()
@@ -162,8 +164,8 @@ class Worker:
                 self._stream(done, count)
             else:
                 self._one_step(done)
-                if self.replicas is not None:
-                    self.replicas.end(done)
+                if self.async_sgd is not None:
+                    self.async_sgd.end(done)
             done += count
             if every != 0 and (done == steps or (every is not None and done % every == 0)):
                 self._flush()
@@ -191,9 +193,9 @@ class Worker:
         trace = self.job.settings.trace.every
         self.tracer.on = trace > 0 and step % trace == 0
         self.executor.reset_peaks()
-        if self.replicas is not None:
-            self.replicas.begin(step)
-        lr = self.update.lr if self.replicas is None else self.replicas.lr
+        if self.async_sgd is not None:
+            self.async_sgd.begin(step)
+        lr = self.update.lr if self.async_sgd is None else self.async_sgd.lr
         self._before = lr, self.links.bytes_sent, self._reduce_bytes
         self.executor.when_idle = lambda: self._meanwhile(load)
 
@@ -222,7 +224,7 @@ class Worker:
             "window": list(traced.window),
         }
         told = [each.told() for each in versions]
-        pushes = None if self.replicas is None else self.replicas.told()
+        pushes = None if self.async_sgd is None else self.async_sgd.told()
         norm = self._local_norm
 
         def send() -> None:
@@ -279,7 +281,7 @@ class Worker:
 
     def _count(self, share: Share) -> Count:
         """What the global batch of a share counted, or where replicas are asynchronous the share: started here."""
-        start = self.wiring.sum_counts if self.replicas is None else Count.alone
+        start = self.wiring.sum_counts if self.async_sgd is None else Count.alone
         return Count(self.shares.counted(share, self.loss), start, self.tracer)
 
     def _legal(self, microbatches: int) -> int:
@@ -314,7 +316,7 @@ class Worker:
     @property
     def _kept_back(self) -> bool:
         """Whether gradients leave at STEP only: asynchronous replicas push what is clipped already."""
-        return self.replicas is not None and self.update.clip_norm is not None
+        return self.async_sgd is not None and self.update.clip_norm is not None
 
     def _step(self, microbatch: int) -> None:
         """STEP: the reductions are awaited, the gradients clipped, the parameters updated.
@@ -323,7 +325,7 @@ class Worker:
         server updates: the gradients are clipped, and what comes back for them is awaited.
         """
         mark, add = self.tracer.mark, self.tracer.add
-        if self.replicas is None:
+        if self.async_sgd is None:
             self._await_reductions()
         norm = None
         if self.update.clip_norm is not None:
@@ -342,10 +344,10 @@ class Worker:
             self.update.clip(norm)
             self.update.apply()
         add(Kind.STEP, -1, microbatch, start, mark())
-        if self.replicas is not None:
+        if self.async_sgd is not None:
             self._await_servers()
         if self._held is not None:
-            with nullcontext() if self.replicas is None else self.replicas.paused():
+            with nullcontext() if self.async_sgd is None else self.async_sgd.paused():
                 self.post(encode("memory", {"rank": self.world_rank} | self._held.after_update()))
             self._held = None
         if self.window is not None:
