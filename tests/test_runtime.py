@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ran, plain, run_threads, settings
+from harness import ADAM, Ran, plain, run_threads, settings
 from test_parity import close, equal
 
 from engine.records import decode
@@ -78,6 +79,22 @@ def test_memory_of_1f1b_is_flat_in_microbatches() -> None:
         assert max(held) <= 2 * 3
     assert peaks[0] == peaks[1] == peaks[2]
     assert peaks[0][0] > peaks[0][2] > 0
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_memory_does_not_grow_with_steps(schedule: str) -> None:
+    """C071: when all ranks have done their steps, as many tensors are alive whether those were few or many, but for
+    messages that are kept to be used again: as many as once were under way together."""
+    alive = []
+    for steps in (5, 50):
+        gc.collect()
+        before = sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
+        ran = run_threads(settings(schedule, 3, 4, steps=steps, optimizer=ADAM))
+        gc.collect()
+        alive.append(sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects()) - before)
+        assert all(not worker.links.outstanding for worker in ran.workers.values())
+        del ran
+    assert alive[0] > 0 and abs(alive[1] - alive[0]) < 45 / 3  # a tensor a step on one rank of three would be 45
 
 
 @pytest.mark.parametrize("how", ["transposed", "sliced", "expanded", "dict", "hollow"])
