@@ -63,6 +63,8 @@ def test_a_recorded_sweep_is_all_there(tmp_path: Path) -> None:
     for words in ("4 jobs: 2 completed, 1 unfinished, 1 failed", "naive", "gpipe", "Step time against peak memory",
                   "rank 1 failed: ValueError: no", "left no summary.json", "49.0 ms", "31.0 ms", "51.0 %"):  # fmt: skip
         assert words in said
+    heads = {text.strip() for text in page.text}
+    assert not heads & {"Scaling", "Plain, data-parallel, model-parallel"}  # neither replicas nor ranks were swept
     assert "more" not in re.findall(r"ValueError: no[^<]*", said)[0]
     assert [a["id"] for n, a in page.tags if n == "tr" and "id" in a] == ["job0", "job1", "job2", "job3"]
     assert page.count("a", href="./0/report.txt") == 1 and (tmp_path / "0" / "report.txt").exists()

@@ -168,9 +168,8 @@ def _scaling(sweep: Sweep) -> Markup | None:
     ]
     if len(found) > MOST_CURVES:
         refused.append(f"{len(found) - MOST_CURVES} further curves are in comparison.txt.")
-    return _section(
-        "Scaling", [tag("div", parts, class_="curves"), *(tag("p", text, class_="note") for text in refused)]
-    )
+    drawn = [tag("div", parts, class_="curves")] if parts else []
+    return _section("Scaling", drawn + [tag("p", text, class_="note") for text in refused])
 
 
 def _ways(sweep: Sweep) -> Markup | None:
