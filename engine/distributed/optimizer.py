@@ -2,6 +2,7 @@
 
     backward()   each bucket of gradients starts to travel when its last gradient is there
     step()       what has not started does; all are awaited; the optimizer's own step
+    step(f)      each time the optimizer evaluates f, its gradients are reduced before the optimizer sees them
 
 The result is an object of the wrapped optimizer's own class, so schedulers and gradient scalers take it as they took
 that one. All ranks step equally often; one that runs out of samples before the others calls `join`.
@@ -11,9 +12,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -44,12 +46,18 @@ def DistributedOptimizer(  # noqa: N802  # the name it has in Horovod
     """The same optimizer over all ranks; `optimizer` itself must not be used any more.
 
     `backward_passes_per_step`: how many backwards add to the gradients before they are reduced. `op`: mean or sum over
-    the ranks. ValueError where the names do not cover the optimizer's parameters, and on all ranks where they differ.
+    the ranks. ValueError where the names do not cover the optimizer's parameters, for LBFGS, and on all ranks where the
+    parameters differ.
     """
     if backward_passes_per_step < 1:
         raise ValueError(f"backward_passes_per_step={backward_passes_per_step} must be at least 1")
     if op not in OPS:
         raise ValueError(f"op={op}: there is {', '.join(OPS)}")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS decides by its loss how often it evaluates the closure, and every rank has a loss of its own: "
+            "use an optimizer that goes by gradients alone"
+        )
     if "step" in vars(optimizer):
         raise ValueError("a scheduler holds this optimizer already: wrap the optimizer first, then build the scheduler")
     named = _named(optimizer, named_parameters)
@@ -77,10 +85,10 @@ def _named(
             f"named_parameters leaves out {len(missing)} of the optimizer's {len(own)} parameters, first {missing[0]}; "
             "pass the names of all of them, or none"
         )
-    trained = [(name, p) for name, p in named if id(p) in wanted and p.requires_grad]
-    if not trained:
+    found = [(name, p) for name, p in named if id(p) in wanted]  # frozen ones too: they must stay so
+    if not any(p.requires_grad for _, p in found):
         raise ValueError("the optimizer has no parameter that requires a gradient: there is nothing to train")
-    return trained
+    return found
 
 
 class Synchronizer:
@@ -97,6 +105,7 @@ class Synchronizer:
     ) -> None:
         self.world, self.named = world, named
         self.done = False  # whether the gradients are those of all ranks
+        self._known = {id(p) for _, p in named}
         self._passes = passes
         ring = world.ring()
         self.combine = Mean(ring, compression, average=op == "mean")
@@ -135,10 +144,22 @@ class Synchronizer:
             except TimeoutError:
                 _log.warning("%s", self._calls.missing(time.monotonic() - start))
             except PeerError as error:
-                raise RuntimeError(f"{self._calls.missing(time.monotonic() - start)} ({error})") from error
+                said = self._calls.missing(time.monotonic() - start)
+                raise RuntimeError(f"{said}. Out of samples before the others? Then join() first. ({error})") from error
         self.done = True
         self._step += 1
         self._begin()
+
+    def require_known(self, groups: Sequence[dict[str, Any]]) -> None:
+        """ValueError where a parameter has come to the optimizer's groups that the ranks have not agreed on."""
+        for g, group in enumerate(groups):
+            for i, parameter in enumerate(group["params"]):
+                if id(parameter) not in self._known:
+                    shape = tuple(parameter.shape)
+                    raise ValueError(
+                        f"param_groups[{g}]['params'][{i}], of shape {shape}, was not there when DistributedOptimizer "
+                        "was made: each rank would train it alone; add parameters before"
+                    )
 
     def _begin(self) -> None:
         self._left = [self._passes] * len(self.reducer.named)
@@ -160,14 +181,27 @@ class _Steps:
         self._sync.run()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Reduce the gradients, unless `synchronize` has, then step. ValueError for a closure."""
-        if closure is not None:
-            raise ValueError("step(closure): evaluate it yourself before; decisions made in it would differ by rank")
+        """Reduce the gradients, unless `synchronize` has, then step.
+
+        With a closure: what it returns, this rank's own loss, once the optimizer has evaluated it. All ranks must
+        evaluate it equally often. ValueError for parameters that have come to the optimizer since.
+        """
+        following: Any = super()
+        self._sync.require_known(self.param_groups)  # type: ignore[attr-defined]
+        try:
+            if closure is not None:
+                return following.step(lambda: self._reduced(closure))
+            self._reduced(lambda: None)
+            return following.step()
+        finally:
+            self._sync.done = False
+
+    def _reduced(self, evaluate: Callable[[], Any]) -> Any:
+        """What `evaluate` returns; the gradients are then those of all ranks."""
+        value = evaluate()
         if not self._sync.done:
             self._sync.run()
-        self._sync.done = False
-        following: Any = super()
-        return following.step()
+        return value
 
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps an optimizer's step once; the class behind this one's is
 
