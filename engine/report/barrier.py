@@ -51,7 +51,6 @@ class Barrier:
         self._shape, self._ranks = (job.replicas, job.ranks, 2), job.ranks
         self._total, self._window = np.zeros((job.world, 2), dtype=np.int64), np.zeros(job.world, dtype=np.int64)
         self._added = 0
-        self.waiting: list[float] = []  # what `add` returned last
 
     def add(self, timeline: Timeline) -> list[float]:
         """Take in one traced step; the seconds that each replica waited in it: [R]."""
@@ -61,8 +60,7 @@ class Barrier:
         self._added += 1
         self._total += found
         self._window += timeline.windows[:, 1] - timeline.windows[:, 0]
-        self.waiting = [float(seconds) for seconds in self._by_replica(found)[:, 0] * 1e-9]
-        return self.waiting
+        return [float(seconds) for seconds in self._by_replica(found)[:, 0] * 1e-9]
 
     def result(self) -> list[dict[str, float]]:
         """Per replica, means over steps and over its ranks, in seconds: `waiting`, its `share` of the step, `reducing`.

@@ -6,6 +6,9 @@ still going on can be seen in one chart, and histograms of its actions. They too
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from engine.job import Job
 from engine.plan.timeline import Timeline
 from engine.report import series
@@ -15,23 +18,34 @@ from engine.report.clocks import Clocks
 from engine.report.curves import action_times
 from engine.report.gather import Step
 from engine.report.measure import Measure, fractions
+from engine.report.overlap import Overlap
 from engine.report.steady import SteadyMeasure
 from engine.report.steps import document
+from engine.report.waterfall import Waterfall
+
+
+class Counted(NamedTuple):
+    """A traced step that is in the means, and what was found of it. `waiting`: seconds, by replica, for slower ones."""
+
+    step: Step
+    account: Account
+    waterfall: Waterfall | None
+    overlap: Overlap | None
+    waiting: Sequence[float]
 
 
 class Documents:
-    """Writes to `board`; `measure` has taken in a step before that is added here."""
+    """Writes to `board` what was counted in `measure`."""
 
     def __init__(self, job: Job, board: Board, measure: Measure | SteadyMeasure, clocks: Clocks) -> None:
         self._job, self._board, self._measure, self._clocks = job, board, measure, clocks
         self._thinning, self._room = series.Thinning(), series.Room()
-        self._left: tuple[Step, Account] | None = None  # the latest step, where it was not chosen
+        self._left: Counted | None = None  # the latest step, where it was not chosen
         self._predicted: Timeline | None = None
 
-    def add(self, step: Step, account: Account) -> None:
-        """A traced step, and its account."""
-        assert step.timeline is not None
-        self._left = step, account
+    def add(self, counted: Counted) -> None:
+        """The next traced step."""
+        self._left = counted
         if self._thinning.keeps():
             self.finish()
 
@@ -39,11 +53,11 @@ class Documents:
         """Write the latest step: the last one of a run is never missing, but for its size."""
         if self._left is None:
             return
-        (step, account), self._left = self._left, None
-        assert step.timeline is not None
-        self._point(step)
-        if self._room.takes(len(step.timeline)):
-            self._write(step, account)
+        counted, self._left = self._left, None
+        self._point(counted.step)
+        assert counted.step.timeline is not None
+        if self._room.takes(len(counted.step.timeline)):
+            self._write(counted)
 
     def _point(self, step: Step) -> None:
         bubbles = self._measure.result()
@@ -53,9 +67,9 @@ class Documents:
         assert step.timeline is not None
         self._board.histograms(action_times(step.timeline), step.index)
 
-    def _write(self, step: Step, account: Account) -> None:
+    def _write(self, counted: Counted) -> None:
+        step, uncertainty = counted.step, self._clocks.uncertainty
         assert step.timeline is not None
-        waterfall = self._measure.waterfall if self._measure.last is step.timeline else None
-        text = document(self._job, step.index, step.timeline, waterfall, self._predicted, self._clocks.uncertainty)
-        shares = dict(zip(NAMES, fractions(account.table).mean(axis=0).tolist(), strict=True))
+        text = document(self._job, step.index, step.timeline, counted.waterfall, self._predicted, uncertainty)
+        shares = dict(zip(NAMES, fractions(counted.account.table).mean(axis=0).tolist(), strict=True))
         self._board.document(step.index, text, series.about(step.seconds, shares))

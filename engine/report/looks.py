@@ -1,77 +1,70 @@
 """When traced steps are looked at: as they come, as far as that takes a small share of the run; the others at its end.
 
 Looking at a step (its account, its waterfall, curves, a document) takes the parent's processor, which the workers need.
-So it may take SHARE of the time that the steps themselves take. Whenever something of that is left, the newest step is
-looked at. Of those that are not, some wait until the workers are done, spread evenly over the run. Then the ones after
-the last that was looked at are looked at too, so that no curve folds back; earlier ones count in the means.
+So it may take SHARE of the time that the steps themselves take. Steps wait in a line until there is time for them: of
+a short run nothing is left out, it is looked at when the workers are done. Where the line gets too long, every second
+step leaves it, and from then on only every second one joins: of a long run as many are looked at as there is time for,
+evenly spread.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-
-from engine.report.bubble import Account
-from engine.report.gather import Step
+from typing import Generic, TypeVar
 
 SHARE = 0.005  # of the time of a run's steps, in seconds of one processor
-MOST_STEPS = 64  # that wait
-MOST_SPANS = 100_000  # of all that wait: 3 MB
+MOST_STEPS = 32  # that wait: so many looks at most is the last one behind
+MOST_SPANS = 50_000  # of all that wait: 1.6 MB
+
+T = TypeVar("T")
 
 
-class Looks:
-    """`look(step, account)` does everything, the account being None where the step is not in the means yet;
-    `count(step)` only adds it to the means, in any order. `clock`: seconds that this thread has had a processor.
+class Looks(Generic[T]):
+    """`look` is given one traced step after the other, in their order; how many, time decides.
+
+    `clock`: seconds that this thread has had a processor.
     """
 
-    def __init__(
-        self,
-        look: Callable[[Step, Account | None], None],
-        count: Callable[[Step], object],
-        clock: Callable[[], float] = time.thread_time,
-    ) -> None:
-        self._look, self._count, self._clock = look, count, clock
+    def __init__(self, look: Callable[[T], None], clock: Callable[[], float] = time.thread_time) -> None:
+        self._look, self._clock = look, clock
         self._left = 0.0  # seconds that may be spent on looking
-        self._shown = -1  # the index of the last step that was looked at
-        self._traced, self._every = 0, 1  # every so many traced steps one waits
-        self._waiting: dict[int, Step] = {}  # by the number of the traced step
-        self._newest: tuple[Step, Account | None] | None = None  # where it was not looked at
+        self._traced, self._every = 0, 1  # every so many traced steps one joins the line
+        self._line: dict[int, tuple[T, int]] = {}  # by the number of the traced step; with its spans
+        self._newest: tuple[int, T, int] | None = None  # its number before it
+        self._seen = -1  # the number of the last that was looked at
 
-    def add(self, step: Step, account: Account | None = None) -> None:
-        """The next step of the run, traced or not. With its account it is in the means, and only the newest waits."""
-        self._left += SHARE * step.seconds
-        if step.timeline is None:
-            return
+    def passed(self, seconds: float) -> None:
+        """A step of the run took so long, traced or not."""
+        self._left += SHARE * seconds
+
+    def add(self, step: T, spans: int) -> None:
+        """The next traced step. After that those are looked at for which there is time."""
+        self._newest = self._traced, step, spans
+        if self._traced % self._every == 0:
+            self._line[self._traced] = step, spans
         self._traced += 1
-        if self._left >= 0:
+        while self._line and self._left >= 0:
             begun = self._clock()
-            self._show(step, account)
+            self._next()
             self._left -= self._clock() - begun
-            self._newest = None
-            return
-        self._newest = step, account
-        if account is None and self._traced % self._every == 0:
-            self._waiting[self._traced] = step
-            while len(self._waiting) > MOST_STEPS or (len(self._waiting) > 1 and self._spans() > MOST_SPANS):
-                self._every *= 2
-                self._waiting = {number: each for number, each in self._waiting.items() if number % self._every == 0}
+        while len(self._line) > MOST_STEPS or (len(self._line) > 1 and self._spans() > MOST_SPANS):
+            self._every *= 2
+            self._line = {number: each for number, each in self._line.items() if number % self._every == 0}
 
     def finish(self) -> None:
-        """Nothing more will come, and nobody else needs the processor."""
-        waiting, newest = list(self._waiting.values()), self._newest
-        self._waiting, self._newest = {}, None
-        for step in waiting:
-            if step.index < self._shown:
-                self._count(step)
-        for step in waiting:
-            if step.index > self._shown:
-                self._show(step, None)
-        if newest is not None and newest[0].index > self._shown:
-            self._show(*newest)
+        """Nothing more will come, and nobody else needs the processor. The newest step is never left out."""
+        if self._newest is not None and self._newest[0] != self._seen:
+            number, step, spans = self._newest
+            self._line[number] = step, spans
+        self._newest = None
+        while self._line:
+            self._next()
 
-    def _show(self, step: Step, account: Account | None) -> None:
-        self._shown = step.index
-        self._look(step, account)
+    def _next(self) -> None:
+        self._seen = min(self._line)
+        step, _ = self._line.pop(self._seen)
+        self._look(step)
 
     def _spans(self) -> int:
-        return sum(len(step.timeline) for step in self._waiting.values() if step.timeline is not None)
+        return sum(spans for _, spans in self._line.values())

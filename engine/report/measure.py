@@ -86,20 +86,20 @@ class Measure:
         self._microbatches = job.compute.microbatches
         self._stages = job.placement.stages
         self._sums = Sums.zero(job.world, self._stages, self._microbatches)
-        self._added = self._latest = 0
+        self._added = 0
         self._waterfalls = Waterfalls(self.program, self._together, self._passes)
         self._average = Average(self._together)
         self.waterfall: Waterfall | None = None  # of the last traced step, where it had all its micro-batches
         self.overlap: Overlap | None = None  # of the last traced step, where gradients are reduced
         self._overlap: Overlap | None = None  # of all that count
         self._reduces = job.reduces
-        self.observed: Observed | None = None  # the step that was added last, where it was a whole one
-        self.shown: Timeline | None = None  # the step that was added last, as far as it is looked at as one
+        self.observed: Observed | None = None  # the last traced step, where it was a whole one
         self.last: Timeline | None = None  # the last traced step, as far as it is looked at as one
+        self.shown: Timeline | None = None  # the same
         self.last_whole: Timeline | None = None  # the last that had all its micro-batches
 
     def add(self, timeline: Timeline, step: int = 0) -> Account:
-        """Take in one traced step, the spans of all ranks. `step`: which one, in any order; the latest is `last`."""
+        """Take in one traced step, the spans of all ranks; which one it is does not matter."""
         found = account(timeline, self._ranks, self._stages)
         if self._added == 1:
             self._sums = Sums.zero(self._world, self._stages, self._microbatches)
@@ -115,10 +115,9 @@ class Measure:
         reduced = overlap(timeline) if self._reduces else None
         if reduced is not None:
             self._overlap = reduced if self._overlap is None else self._overlap + reduced
-        self.shown = timeline
-        if step >= self._latest:
-            self._latest, self.last, self.waterfall, self.overlap = step, timeline, waterfall, reduced
-            self.last_whole = timeline if whole else self.last_whole
+        self.last = self.shown = timeline
+        self.waterfall, self.overlap = waterfall, reduced
+        self.last_whole = timeline if whole else self.last_whole
         return found
 
     def _add_costs(self, timeline: Timeline) -> bool:

@@ -27,11 +27,10 @@ from engine.records import Record
 from engine.report import curves
 from engine.report.barrier import Barrier
 from engine.report.board import Board
-from engine.report.bubble import Account
 from engine.report.cause import diagnose
 from engine.report.clocks import Clocks
 from engine.report.costs import COSTS_NAME, Costs
-from engine.report.documents import Documents
+from engine.report.documents import Counted, Documents
 from engine.report.draw import Panel, draw
 from engine.report.draw_bars import draw_bars
 from engine.report.files import write_bytes, write_json, write_text
@@ -80,7 +79,7 @@ class Recorder:
         self._staleness = Staleness(job) if apart else None
         self._costs = None if job.windows or apart else Costs(job)
         self._documents = Documents(job, self._board, self._measure, self._clocks)
-        self._looks = Looks(self._look, self._counted)
+        self._looks = Looks(self._look)
         self._by_rank, self._looked = (Thinning(CURVES) for _ in range(2))
         self._raw: Timeline | None = None  # the last traced step, each rank on its own clock
         self._watch = LossWatch(job.settings.train.stop_on_nan)
@@ -136,42 +135,37 @@ class Recorder:
         if self._staleness is not None:
             self._staleness.add(step.replicas)
         self._board.scalars(curves.of_step(step) | (curves.of_ranks(step) if self._by_rank.keeps() else {}), step.index)
-        account = None
+        self._looks.passed(step.seconds)
         if step.timeline is not None:
             self._raw = step.timeline
-            if self.job.windows:  # what an update waits for may lie in the one before: each is counted as it comes
-                step, account = self._counted(step)
-        self._looks.add(step, account)
+            # Of an asynchronous schedule what an update waits for may lie in the one before: each is counted.
+            counted = self._counted(step) if self.job.windows else None
+            self._looks.add(counted or step, len(step.timeline))
         if self._progress.step(step):
             self._board.flush()
         if warning := self._watch.look(step):
             self._say(logging.WARNING, None, __name__, warning)
 
-    def _look(self, step: Step, account: Account | None) -> None:
+    def _look(self, traced: Step | Counted) -> None:
         """All that is told of a traced step."""
-        if account is None:
-            step, account = self._counted(step)
+        counted = self._counted(traced) if isinstance(traced, Step) else traced
         if self._looked.keeps():
-            measure = self._measure
-            values: dict[str, float | None] = {**curves.of_account(self.job, account)}
-            values |= curves.of_waterfall(measure.waterfall)
-            values |= curves.of_overlap(measure.overlap)
-            if self._barrier is not None:
-                values |= curves.of_barrier(self._barrier.waiting)
-            self._board.scalars(values, step.index)
-        self._documents.add(step, account)
+            values: dict[str, float | None] = {**curves.of_account(self.job, counted.account)}
+            values |= curves.of_waterfall(counted.waterfall) | curves.of_overlap(counted.overlap)
+            values |= curves.of_barrier(counted.waiting)
+            self._board.scalars(values, counted.step.index)
+        self._documents.add(counted)
 
-    def _counted(self, step: Step) -> tuple[Step, Account]:
-        """A step on the clock of rank 0, and its account, which is now in the means."""
+    def _counted(self, step: Step) -> Counted:
+        """A step on the clock of rank 0, in the means from now on."""
         assert step.timeline is not None
-        timeline = self._clocks.aligned(step.timeline)
-        account = self._measure.add(timeline, step.index)
-        step = replace(step, timeline=self._measure.shown)
-        if self._barrier is not None:
-            self._barrier.add(timeline)
+        timeline, measure = self._clocks.aligned(step.timeline), self._measure
+        account = measure.add(timeline, step.index)
+        step = replace(step, timeline=measure.shown)
+        waiting = [] if self._barrier is None else self._barrier.add(timeline)
         if self._costs is not None:
-            self._costs.add(step, account, self._measure.observed)
-        return step, account
+            self._costs.add(step, account, measure.observed)
+        return Counted(step, account, measure.waterfall, measure.overlap, waiting)
 
     def _begin(self, lr: float | None) -> None:
         self._board.begin_session(hparams(self.job, lr), METRICS)
