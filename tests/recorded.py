@@ -59,12 +59,12 @@ def spans_of(program: Program, durations: np.ndarray, transfer: int = 0, start: 
         kind, begin, end = Kind(span.kind), start + round(span.start), start + round(span.end)
         forward = kind is Kind.F
         source = span.stage + (-1 if forward else 1)
-        if 0 <= source < program.stages and program.placement.rank(source) != span.rank:
+        if 0 <= source < program.stages and program.placement.rank(source, span.microbatch) != span.rank:
             wait = Kind.WAIT_F if forward else Kind.WAIT_B
             spans.append(Span(span.rank, wait, span.stage, span.microbatch, clock[span.rank], begin))
         spans.append(span._replace(start=begin, end=end))
         target = span.stage + (1 if forward else -1)
-        if 0 <= target < program.stages and program.placement.rank(target) != span.rank:
+        if 0 <= target < program.stages and program.placement.rank(target, span.microbatch) != span.rank:
             send = Kind.SEND_F if forward else Kind.SEND_B
             spans.append(Span(span.rank, send, span.stage, span.microbatch, end, end))
         clock[span.rank] = end

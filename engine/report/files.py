@@ -55,6 +55,15 @@ def write_json(path: Path, content: object) -> None:
     write_text(path, json.dumps(_finite(content), indent=1, allow_nan=False) + "\n")
 
 
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in such a file; None where there is none that can be read."""
+    try:
+        content = json.loads(path.read_text(errors="replace"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None

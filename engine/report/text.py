@@ -133,7 +133,18 @@ def closing(job: Job, summary: dict[str, Any], bubbles: Bubbles | None, cause: s
             table(bubble_rows(bubbles)),
             cause,
         ]
-    return "\n\n".join([*parts, f"{_tensorboard()} --logdir {shlex.quote(str(run_dir))}"])
+    folder = shlex.quote(str(run_dir))
+    commands = [f"{_tensorboard()} --logdir {folder}"]
+    if bubbles is not None and bubbles.waterfall is not None:
+        commands.insert(0, f"{_python()} -m engine.report {folder}  # what other configurations would take")
+    return "\n\n".join([*parts, "\n".join(commands)])
+
+
+def _python() -> str:
+    """The command that starts this Python, for a shell that need not have its folder on the PATH."""
+    found = shutil.which("python")
+    same = found is not None and Path(found).parent.resolve() == Path(sys.executable).parent.resolve()
+    return "python" if same else shlex.quote(sys.executable)
 
 
 def _tensorboard() -> str:

@@ -6,12 +6,13 @@ was killed. Everything that is shown of a sweep is made of these rows alone.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
+
+from engine.report.files import read_json
 
 Row = Mapping[str, Any]
 
@@ -44,11 +45,8 @@ def _read(folder: Path) -> Row:
 
 def _json(path: Path) -> dict[str, Any] | None:
     """The object in a file; None where there is none."""
-    try:
-        content = json.loads(path.read_text(errors="replace"))
-    except (OSError, ValueError):
-        return None
-    return _writable(content) if isinstance(content, dict) else None
+    content = read_json(path)
+    return None if content is None else _writable(content)
 
 
 def _overrides(folder: Path) -> list[str]:
