@@ -408,7 +408,7 @@ def test_who_stays_away_is_named(how: Any) -> None:
     first, none, last = how(3, main, timeout_s=0.4)
     assert none is None
     for said in (first, last):
-        assert said.startswith("g: all_reduce of [5] float32, sum: rank(s) 0, 2 came, 1 did not for 0.")
+        assert said.startswith("g: all_reduce of [5] float32, sum, by ring: rank(s) 0, 2 came, 1 did not for 0.")
 
 
 # -- the real thing --------------------------------------------------------------------------------------------------

@@ -379,6 +379,30 @@ def test_the_trace_for_perfetto_is_saved(page: Page, logs: Path, tmp_path: Path)
     assert trace.read_text() == (logs / "1f1b" / "trace.json").read_text()
 
 
+def test_the_legend_says_what_is_on_the_page_and_no_more(page: Page) -> None:
+    words = text(page, ".legend").split("\n")
+    assert words[:4] == ["forward", "backward", "optimizer step", "fill"] and "reduction (behind)" not in words
+    press(page, "[data-toggle=causes]")
+    page.until("!document.querySelector('.legend .bubble')")
+    assert text(page, ".legend").split("\n") == words[:3]
+    page.value("pipeline.panels[0].step.present.add('REDUCE'), pipeline.shown()")
+    assert text(page, ".legend").split("\n") == [*words[:3], "reduction (behind)"]
+
+
+def test_ticks_leave_the_unit_alone(page: Page) -> None:
+    """The first moment in sight and the last would have a tick, of four digits."""
+    left = page.value("""(async () => {
+        const { drawTimeline, Layout, LABELS } = await import(new URL("timeline.js", document.baseURI));
+        const found = [];
+        const text = (x, y, said, size) => size === 11 && said !== "ms" && found.push(x - said.length * 3 - LABELS);
+        const painter = { rect() {}, frame() {}, line() {}, text, clip(x, y, w, h, draw) {} };
+        const layout = new Layout(pipeline.panels[0].step, 900, { from: 10.5e6, to: 12.5e6 }, pipeline.options);
+        drawTimeline(painter, layout, pipeline.theme, pipeline.options);
+        return found;
+    })()""")
+    assert len(left) == 3 and min(left) > -10
+
+
 def test_thousands_of_actions_cost_no_more_marks_than_the_screen_is_wide(page: Page) -> None:
     marks = """(async () => {
         const { Layout, drawTimeline } = await import('./timeline.js');

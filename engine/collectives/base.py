@@ -7,6 +7,7 @@ layouts once; `Group` compares every call).
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
@@ -33,6 +34,11 @@ class Collective(ABC):
         self.label = label
         self.peers = Peers(transport, members, label)
         self.position = self.peers.position
+
+    @property
+    def algorithm(self) -> str:
+        """Its name, as in `COLLECTIVES`."""
+        return re.sub("(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
 
     @property
     def bytes_sent(self) -> int:

@@ -26,6 +26,10 @@ class Hierarchical(Collective):
 
     group_size: ClassVar[int | None] = None
 
+    @property
+    def algorithm(self) -> str:
+        return super().algorithm + (f" of {self.group_size}" if self.group_size else "")
+
     @classmethod
     def grouped(cls, group_size: int | None) -> type[Hierarchical]:
         """The same with hosts of so many members."""

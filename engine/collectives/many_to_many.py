@@ -27,7 +27,8 @@ HALF = (torch.float16, torch.bfloat16)
 
 def all_reduce(tensor: Tensor, op: ReduceOp = ReduceOp.SUM, *, group: Group) -> None:
     """Combine everybody's `tensor`, in place, on everybody: bitwise the same on all of them."""
-    group.agree(f"all_reduce of {described(tensor)}, {op.value}", op.refusal(tensor.dtype))
+    call = f"all_reduce of {described(tensor)}, {op.value}, by {group.collective.algorithm}"
+    group.agree(call, op.refusal(tensor.dtype))
     flat = dense(tensor)
     group.collective.all_reduce(flat, op)
     give_back(tensor, flat)

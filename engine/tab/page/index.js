@@ -122,7 +122,6 @@ class Page {
     document.documentElement.dataset.theme = mode;
     if (!this.palette) return;
     this.theme = themeOf(mode, this.palette);
-    this.root.querySelector(".legend").innerHTML = legend(this.palette, this.options);
     this.shown();
   }
 
@@ -137,6 +136,8 @@ class Page {
     if (!this.theme) return;
     this.sight.reach(Math.max(1, ...this.panels.map(({ step }) => step?.end ?? 1)));
     this.panels.forEach((panel) => panel.drawRest());
+    const steps = this.panels.map(({ step }) => step).filter(Boolean);
+    this.root.querySelector(".legend").innerHTML = legend(this.palette, this.options, steps);
     for (const button of this.root.querySelectorAll("[data-toggle]")) {
       button.setAttribute("aria-pressed", this.options[button.dataset.toggle]);
     }

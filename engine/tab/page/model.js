@@ -39,6 +39,8 @@ export class Step {
     this.path = numbers(document.path, ["rank", "cause", "span", "start", "length"]);
     this.causes = document.names.cause.map(escaped);
     this.predicted = document.predicted && numbers(document.predicted, ACTION);
+    this.present = new Set([...this.spans.kind].map((kind) => this.kinds[kind])); // kinds, and names of the account
+    for (const name of this.stretches.name) this.present.add(this.names[name]);
     this.world = this.windows.length;
     this.end = Math.max(1, ...this.windows.map(([, end]) => end));
     this.index();

@@ -102,7 +102,10 @@ function axis(painter, layout, theme) {
   for (let tick = Math.ceil(sight.from / step) * step; tick <= sight.to; tick += step) {
     const x = layout.x(tick);
     painter.line([x, top], [x, bottom + 4], theme.grid, 1);
-    painter.text(x, bottom + 14, milliseconds(tick, step), 11, theme.quiet, "middle");
+    const said = milliseconds(tick, step);
+    const half = said.length * 3.3;
+    if (x - half < LABELS - 6 || x + half > layout.width) continue; // it would lie on the unit, or be cut off
+    painter.text(x, bottom + 14, said, 11, theme.quiet, "middle");
   }
   painter.text(LABELS - 10, bottom + 14, "ms", 11, theme.quiet, "right");
 }
