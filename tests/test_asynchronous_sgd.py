@@ -345,6 +345,19 @@ def test_whoever_is_held_back_hears_of_it_before_its_patience_ends() -> None:
     same_everywhere(ran)
 
 
+def test_digits_are_learnt_without_a_barrier() -> None:
+    model = {"_target_": "models.mlp.mlp", "features": 192, "loss": {"_target_": "torch.nn.CrossEntropyLoss"}}
+    data = {"_target_": "models.data.Digits", "size": 8, "evaluation": {"split": "test"}}
+    ran = run_threads(
+        asynchronous(
+            2, max_staleness=2, model=model, data=data, steps=240, global_batch_size=32, eval=Eval(), delay=Delay(),
+            optimizer={"_target_": "torch.optim.SGD", "lr": 0.025, "momentum": 0.9},
+        )
+    )  # fmt: skip
+    metas = [record.meta for record in ran.of("evaluation")]
+    assert sum(meta["correct"] for meta in metas) / sum(meta["scored"] for meta in metas) > 0.8
+
+
 # ---- what goes wrong ---------------------------------------------------------------------------------------------
 
 
@@ -409,6 +422,23 @@ SMALL = [
     "data_parallel.replicas=3", "data_parallel.mode=async", "model.forward_ms=2", "model.input_backward_ms=1",
     "model.weight_backward_ms=1",
 ]  # fmt: skip
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+def test_processes_push_to_a_shard_on_each(transport: str, tmp_path: Path) -> None:
+    wanted = ["allreduce=sharded_parameter_server", "data_parallel.max_staleness=1", "train.steps=4", "eval.every=2"]
+    process = engine_process([*SMALL, *wanted, f"transport={transport}", "delay.ranks=[[2,8]]"], tmp_path)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err
+    (path,) = tmp_path.glob("runs/*/*/summary.json")
+    summary = json.loads(path.read_text())
+    assert summary["status"] == "completed" and summary["evaluation"]["step"] == 4
+    replicas = summary["data_parallel"]["replicas"]
+    pushes = [sum(each["staleness"]["histogram"].values()) for each in replicas]
+    assert pushes == [4 * 3] * 3  # to each of three servers in every step
+    assert max(each["staleness"]["max"] for each in replicas) <= 2 * 3
+    assert summary["allreduce"]["bytes_sent_per_rank"] > 0
 
 
 @pytest.mark.process

@@ -73,6 +73,7 @@ class PushReducer(Reducer):
 
             parts = self._parts(self._own, self._values)
             self.server = ParameterServer(self.buckets, parts, cut, group.size, self._own, bound, beat_s)
+            self.server.failed = group.collective.transport.abort
             self._inbox = self.server.inbox(self._parts(self._own, self._flats))
             self._inbox.trailer = self._trailers[self._own]
 

@@ -65,7 +65,9 @@ class ParameterServer:
     tensor per bucket; they are copied. `cut(number, weights)`: the pieces of bucket `number` in the copy.
 
     `update` is to be set before it serves: called for each push with the number of those before it, under the lock,
-    when the gradients of `pieces` are set. `beat_s`: how often it says that a member is still held back.
+    when the gradients of `pieces` are set. `failed` is called where a thread ends in an error, which `check` raises:
+    whatever its worker waits for at that moment may never come. `beat_s`: how often it says that a member is still
+    held back.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class ParameterServer:
         beat_s: float,
     ) -> None:
         self.update: Callable[[int], None] = lambda version: None
+        self.failed: Callable[[], None] = lambda: None
         self._sent = [0] * members
         self._weights = [value.clone() for value in values]
         self._owned = [cut(number, weights) for number, weights in enumerate(self._weights)]
@@ -174,12 +177,17 @@ class ParameterServer:
         """A context in which nothing is applied."""
         return self._changed
 
+    def check(self) -> None:
+        """Raise what a thread has raised."""
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+
     def join(self) -> None:
         """Wait until every member has its last answer; raises what a thread has raised."""
         for thread in self._threads:
             thread.join()
-        with self._changed:
-            self._raise()
+        self.check()
 
     def close(self) -> None:
         """Let the threads end that wait for nothing from outside. From any thread."""
@@ -205,6 +213,9 @@ class ParameterServer:
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
+                if self._closed:
+                    return
+            self.failed()
 
     def _answer_all(self, position: int, steps: int, pushes: Peers, answers: Peers) -> None:
         """Answers lie in the inbox: a member that waits for one pushes nothing. They are waited for only when the last

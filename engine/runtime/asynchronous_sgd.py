@@ -140,6 +140,12 @@ class AsynchronousSGD:
                     stack.enter_context(reducer.server.paused())
             yield
 
+    def check(self) -> None:
+        """Raise what a server here has failed with: the worker's own waits were ended for that reason."""
+        for reducer in self._reducers.values():
+            if reducer.server is not None:
+                reducer.server.check()
+
     def join(self) -> None:
         """After the last step: until nobody needs the servers here any more."""
         for reducer in self._reducers.values():

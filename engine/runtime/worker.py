@@ -40,7 +40,7 @@ from engine.runtime.memory import Held
 from engine.runtime.overlap import make_overlap
 from engine.runtime.sharding import division_of
 from engine.runtime.trace import tracer_for
-from engine.runtime.transport import Transport
+from engine.runtime.transport import PeerError, Transport
 from engine.runtime.update import Update
 from engine.runtime.versions import Versions
 from engine.runtime.window import Window
@@ -137,6 +137,10 @@ class Worker:
             self._train()
             if self.async_sgd is not None:
                 self.async_sgd.join()
+        except PeerError:
+            if self.async_sgd is not None:
+                self.async_sgd.check()
+            raise
         finally:
             if self.async_sgd is not None:
                 self.async_sgd.close()
