@@ -147,6 +147,21 @@ def test_optimizers_that_cannot_be_used(target: str) -> None:
     assert all(part in said for part in OPTIMIZERS[target]), said
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", "abc"),
+        ("lr", float("inf")),
+        ("lr", float("nan")),
+        ("momentum", float("nan")),
+        ("weight_decay", float("nan")),
+    ],
+)
+def test_options_that_are_no_numbers(name: str, value: Any) -> None:
+    said = refusal(optimizer={"_target_": "torch.optim.SGD", "lr": 0.1} | {name: value})
+    assert f"optimizer.{name}={value} must be" in said and "number" in said
+
+
 def test_an_optimizer_sees_the_dimensions_of_the_models_parameters() -> None:
     """A model of matrices alone suits an optimizer for matrices."""
     model = {"_target_": "torch.nn.Sequential", "_args_": [_matrix(8), _matrix(5)]}

@@ -9,6 +9,7 @@ What fails is refused with a ValueError that names the key and what is wrong wit
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -129,6 +130,7 @@ def try_update(settings: Settings, parameters: Sequence[Tensor], steps: int) -> 
 
 
 def _optimizer(config: Mapping[str, Any], parameters: list[nn.Parameter], stepping: bool) -> Optimizer:
+    _check_numbers(config)
     made = build(config, parameters, where="optimizer")
     label = f"optimizer._target_={config['_target_']}"
     if not isinstance(made, Optimizer):
@@ -144,6 +146,16 @@ def _optimizer(config: Mapping[str, Any], parameters: list[nn.Parameter], steppi
         with refusing(lambda error: f"{label}{_keywords(config)} fails in its first step: {said(error)}"):
             made.step()
     return made
+
+
+def _check_numbers(config: Mapping[str, Any]) -> None:
+    """What torch's optimizers take without a word, or refuse in words about operators."""
+    rate = config.get("lr", 0.0)
+    if isinstance(rate, str) or rate in (math.inf, -math.inf):
+        raise ValueError(f"optimizer.lr={rate} must be a finite number, like 0.1 or 1e-3")
+    for key, value in config.items():
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"optimizer.{key}={value} must be a number")
 
 
 def _try_scheduler(config: Mapping[str, Any], optimizer: Optimizer, steps: int) -> None:
