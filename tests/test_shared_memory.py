@@ -98,7 +98,7 @@ def test_a_size_that_differs_is_named_and_nothing_is_filled(length: int) -> None
         else:
             inn.irecv(buffer).wait()
 
-    with pytest.raises(ValueError, match=rf"label='F'.*rank 0 sends 16 bytes, rank 1 receives {4 * length}"):
+    with pytest.raises(ValueError, match=rf"channel F from .*: rank 0 sends 16 bytes, rank 1 receives {4 * length}"):
         over_shared(2, main)
     assert (buffer == 9).all()
 
@@ -159,7 +159,7 @@ def test_no_descriptor_is_left_open() -> None:
 def test_connecting_is_limited_in_time_on_both_sides() -> None:
     for edge, peer in ((Edge(0, 1, "F"), 1), (Edge(1, 0, "B"), 1)):
         transport = SharedMemoryTransport(0, 2, HashStore(), timeout_s=0.3)
-        with pytest.raises(PeerTimeout, match=r"connecting Edge\(.*peer 1: nothing for 0.3 s") as caught:
+        with pytest.raises(PeerTimeout, match=r"connecting channel .*peer 1: nothing for 0.3 s") as caught:
             transport.open([edge])
         assert caught.value.peer == peer
 
@@ -168,7 +168,7 @@ def test_a_stranger_is_not_taken_for_a_peer() -> None:
     def main(transport: Transport) -> None:
         transport.open([Edge(0, 1, "F")] if transport.rank == 0 else [Edge(0, 1, "G")])
 
-    with pytest.raises(ValueError, match=r"a peer opens 0 1 F, which is none of .*label='G'"):
+    with pytest.raises(ValueError, match=r"a peer opens 0 1 F, which is none of .*channel G from"):
         over_shared(2, main, timeout_s=2)
 
 

@@ -23,6 +23,9 @@ class Edge(NamedTuple):
     dst: int
     label: str
 
+    def __str__(self) -> str:
+        return f"channel {self.label} from rank {self.src} to rank {self.dst}"
+
 
 class PeerError(RuntimeError):
     """A wait could not end because of the other side; never the first cause of a failure. `peer` is its world rank."""

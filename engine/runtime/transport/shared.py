@@ -156,4 +156,6 @@ def _accept(
             os.close(fd)
         end.close()
         if data:  # a peer that died while connecting says nothing; somebody else reports that
-            raise ValueError(f"a peer opens {data.decode(errors='replace')}, which is none of {list(missing)}")
+            raise ValueError(
+                f"a peer opens {data.decode(errors='replace')}, which is none of {', '.join(map(str, missing))}"
+            )
