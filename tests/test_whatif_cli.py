@@ -75,9 +75,22 @@ def test_jobs_of_a_sweep_are_found_by_themselves(tmp_path: Path, capsys: pytest.
     assert main([str(tmp_path / "0")]) == 0
     said = capsys.readouterr().out
     assert f"With the costs of {tmp_path.resolve() / '1'}. Samples of a micro-batch that were measured: 8, 16." in said
-    assert f"{tmp_path} is the folder of several runs: give one of them, such as {tmp_path / '0'}" in refused(
-        [str(tmp_path)], capsys
-    )
+    several = f"{tmp_path} is the folder of several runs: give one of them, such as {tmp_path / '0'}"
+    assert several in refused([str(tmp_path), "--microbatches", "8"], capsys)
+    assert several in refused([str(tmp_path), str(tmp_path / "0")], capsys)
+    (tmp_path / "comparison.json").unlink()
+    assert several in refused([str(tmp_path)], capsys)  # runs that are no sweep
+
+
+def test_a_sweep_is_compared_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for job, microbatches in enumerate((4, 8)):
+        finished(tmp_path / str(job), job_of("gpipe", 2, microbatches))
+    (tmp_path / "multirun.yaml").write_text("")
+    assert main([str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert said == f"{(tmp_path / 'comparison.txt').read_text()}\n{tmp_path / 'comparison.html'}\n"
+    assert [row["microbatches"] for row in json.loads((tmp_path / "comparison.json").read_text())] == [4, 8]
+    assert "2 jobs: 2 completed" in (tmp_path / "comparison.html").read_text()
 
 
 def test_a_run_of_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,8 @@ takes seconds and starts nothing.
 
 Further runs of the same model add what the first does not know: how computations and messages change with the size of
 micro-batches, and backwards in halves. The other jobs of a sweep are looked at unasked.
+
+The folder of a sweep, given alone, is compared anew: comparison.txt, .json and .html are written into it.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from engine.report.compare import PAGE, write_comparison
 from engine.report.files import UnwritableError, write_json
 from engine.report.measured import Measured, differs, read, siblings
 from engine.report.scenarios import Answer, answer, asked, usual
+from engine.report.sweep.rows import is_sweep
 from engine.report.tables import milliseconds, percent, size, table
 from engine.report.whatif import Prediction, Predictor
 
@@ -30,6 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the answer; returns the exit code."""
     given = _parser().parse_args(arguments)
     try:
+        asking = given.schedule or given.microbatches or given.split or given.json
+        if len(given.runs) == 1 and is_sweep(given.runs[0]) and not asking:
+            print(f"{write_comparison(given.runs[0])}\n\n{given.runs[0] / PAGE}")
+            return 0
         base, others = _runs(given.runs)
         predictor = Predictor(base, others)
         named = given.schedule or given.microbatches or given.split
@@ -52,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m engine.report", description=rest, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run, or of a sweep")
     several = "may be repeated, and is combined with the others"
     parser.add_argument("--schedule", action="append", default=[], metavar="NAME", help=f"ask for this; {several}")
     parser.add_argument(

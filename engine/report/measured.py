@@ -17,6 +17,7 @@ import numpy.typing as npt
 from engine.plan.actions import Op
 from engine.report.costs import COSTS_NAME, VERSION
 from engine.report.files import read_json
+from engine.report.sweep.rows import is_sweep
 
 Floats = npt.NDArray[np.float64]
 Sends = tuple[float, float] | None
@@ -192,7 +193,7 @@ def siblings(base: Measured) -> list[Measured]:
     """The other jobs of the sweep that a run belongs to, those that measured the same computations."""
     parent = base.folder.resolve().parent
     found = []
-    if (parent / "comparison.json").exists() or (parent / "multirun.yaml").exists():
+    if is_sweep(parent):
         for folder in sorted(path for path in parent.iterdir() if path.is_dir() and path != base.folder.resolve()):
             try:
                 run = read(folder)

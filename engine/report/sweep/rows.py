@@ -20,6 +20,12 @@ _UNFINISHED = {"status": "unfinished", "error": "left no summary.json: it is sti
 _UNREADABLE = {"status": "failed", "error": "left no readable summary.json"}
 
 
+def is_sweep(folder: Path) -> bool:
+    """Whether a folder is that of a sweep: Hydra leaves multirun.yaml there, and we leave the comparison."""
+    marked = any((folder / name).exists() for name in ("multirun.yaml", "comparison.json"))
+    return marked and not (folder / "summary.json").exists()  # a run that compared plans leaves a comparison too
+
+
 def read_rows(sweep_dir: Path) -> list[Row]:
     """A row for every job folder below `sweep_dir`, by number where folders are numbered."""
     folders = [path for path in sweep_dir.iterdir() if path.is_dir() and not path.name.startswith(".")]
