@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from command import Engine, engine
+from workers import RUNS, Run
 
 from engine.runtime.delay import SlowDataset, slowed
-from engine.runtime.transport import Edge
+from engine.runtime.transport import Edge, Transport
 from engine.runtime.transport.threads import ThreadHub
 from engine.settings import Delay
 
@@ -38,6 +39,36 @@ def test_a_slow_link_is_late_and_keeps_its_order() -> None:
     assert ends[0].channel(edge) is ends[0].channel(edge)
     assert type(ends[1].channel(back)).__name__ == "_ThreadChannel"
     ends[0].close()
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_a_slow_link_may_be_waited_for_while_it_sends(run: Run) -> None:
+    """A thread sends what is late while the rank's own waits for what is sent, and asks for memory to fill."""
+
+    def main(transport: Transport) -> list[float]:
+        edge, count = Edge(0, 1, "F"), 500
+        end = slowed(transport, Delay(links=[[0, 1, 0.05]]))
+        end.open([edge])
+        channel = end.channel(edge)
+        if transport.rank == 1:
+            found = torch.zeros(count)
+            for k in range(count):
+                channel.irecv(found[k : k + 1]).wait()
+            return found.tolist()
+        sends = []
+        for k in range(count):
+            value = channel.empty(4, transport.device).view(torch.float32) if k % 2 else torch.empty(1)
+            sends.append(channel.isend(value.fill_(k)))
+            if k >= 3:
+                sends[k - 3].done()
+                sends[k - 3].wait()
+        for send in sends:
+            send.wait()
+        end._end()
+        return [float(k) for k in range(count)]
+
+    sent, received = run(2, main)
+    assert received == sent
 
 
 def test_without_delays_nothing_stands_in_between() -> None:

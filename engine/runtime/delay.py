@@ -15,12 +15,11 @@ import threading
 import time
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from engine.runtime.stage import Stage
-from engine.runtime.transport import Channel, Edge, Transport, Work
+from engine.runtime.transport import AnyMemory, Channel, Edge, Transport, Work
 from engine.settings import Delay
 
 
@@ -89,26 +88,27 @@ class _SlowTransport:
             channel.end()
 
 
-class _SlowChannel:
-    """The sending end of a channel: messages leave in their order, each so much after it was posted."""
+class _SlowChannel(AnyMemory):
+    """The sending end of a channel: messages leave in their order, each so much after it was posted.
+
+    A channel is made for one thread, and here there are two, the one that sends and the rank's own, which waits. So
+    they take turns; and memory is anybody's, so that what waits for a message finds it copied.
+    """
 
     def __init__(self, channel: Channel, seconds: float) -> None:
         self.edge, self.bytes_sent = channel.edge, 0
-        self._channel, self._seconds = channel, seconds
+        self._channel, self._seconds, self._turn = channel, seconds, threading.Lock()
         self._queue: queue.SimpleQueue[_Late | None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name=f"late {self.edge}", daemon=True).start()
 
     def isend(self, tensor: Tensor) -> Work:
         self.bytes_sent += tensor.nbytes
-        late = _Late(tensor, time.monotonic() + self._seconds)
+        late = _Late(tensor, time.monotonic() + self._seconds, self._turn)
         self._queue.put(late)
         return late
 
     def irecv(self, tensor: Tensor) -> Work:
         return self._channel.irecv(tensor)
-
-    def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        return self._channel.empty(nbytes, device)
 
     def end(self) -> None:
         self._queue.put(None)
@@ -117,7 +117,8 @@ class _SlowChannel:
         while (late := self._queue.get()) is not None:
             time.sleep(max(0.0, late.due - time.monotonic()))
             try:
-                late.work = self._channel.isend(late.tensor)
+                with self._turn:
+                    late.work = self._channel.isend(late.tensor)
             except BaseException as error:  # noqa: BLE001  # raised again by whoever waits
                 late.error = error
             late.posted.set()
@@ -126,18 +127,22 @@ class _SlowChannel:
 class _Late:
     """A send that is held back: a Work."""
 
-    def __init__(self, tensor: Tensor, due: float) -> None:
-        self.tensor, self.due = tensor, due
+    def __init__(self, tensor: Tensor, due: float, turn: threading.Lock) -> None:
+        self.tensor, self.due, self._turn = tensor, due, turn
         self.posted = threading.Event()
         self.work: Work | None = None
         self.error: BaseException | None = None
 
     def done(self) -> bool:
-        return self.work is not None and self.work.done()
+        if self.work is None:
+            return False
+        with self._turn:
+            return self.work.done()
 
     def wait(self) -> None:
         self.posted.wait()
         if self.error is not None:
             raise self.error
         assert self.work is not None
-        self.work.wait()
+        with self._turn:
+            self.work.wait()
