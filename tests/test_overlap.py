@@ -115,9 +115,12 @@ def test_a_measure_leaves_out_the_first_step_and_sums_the_others() -> None:
     assert bubbles is not None and bubbles.overlap is not None and bubbles.overlap.steps == 2
     assert bubbles.overlap.total.tolist() == [8 * MS] * 4
     assert overlap_text(bubbles.overlap).startswith("Reducing took a rank 4.0 ms a step;")
-    alone = Measure(recorded.job("gpipe", 2, 4))
-    alone.add(last_step(job.compute))
-    assert alone.overlap is None
+    parallel = replace(job.settings.data_parallel, mode="async")
+    apart = replace(job, settings=replace(job.settings, data_parallel=parallel))
+    for other in (recorded.job("gpipe", 2, 4), apart):  # who reduces nothing is not told of it
+        alone = Measure(other)
+        alone.add(last_step(job.compute, other.replicas))
+        assert alone.overlap is None
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "dualpipe_v"])

@@ -92,7 +92,7 @@ class Measure:
         self.waterfall: Waterfall | None = None  # of the last traced step, where it had all its micro-batches
         self.overlap: Overlap | None = None  # of the last traced step, where gradients are reduced
         self._overlap: Overlap | None = None  # of all that count
-        self._reduces = job.reduces
+        self._reduces = job.reduces and not job.settings.data_parallel.asynchronous
         self.observed: Observed | None = None  # the last traced step, where it was a whole one
         self.last: Timeline | None = None  # the last traced step, as far as it is looked at as one
         self.shown: Timeline | None = None  # the same
