@@ -160,6 +160,7 @@ class Replay:
 
 STEPPED = {"_target_": "torch.optim.lr_scheduler.StepLR", "step_size": 2, "gamma": 0.5}
 SOMETIMES = {"_target_": "toys.sometimes", "loss": {"_target_": "toys.TokenLoss"}}
+SEVEN = {"_target_": "toys.Tokens", "samples": 7}
 DROPOUT = {"_target_": "toys.mlp4", "p": 0.3, "loss": {"_target_": "toys.TokenLoss"}}
 
 
@@ -173,6 +174,7 @@ DROPOUT = {"_target_": "toys.mlp4", "p": 0.3, "loss": {"_target_": "toys.TokenLo
         (2, 1, "gpipe", {"optimizer": SGD, "lr_scheduler": STEPPED, "accumulate": 2, "global_batch_size": 19}),
         (2, 1, "gpipe", {"model": SOMETIMES, "global_batch_size": 4}),
         (2, 2, "1f1b", {"model": DROPOUT, "optimizer": ADAM}),
+        (3, 1, "gpipe", {"data": SEVEN, "global_batch_size": 6}),  # every other batch leaves two without samples
     ],
 )
 def test_training_is_a_replay_of_the_pushes_bit_for_bit(

@@ -73,7 +73,6 @@ class PushReducer(Reducer):
 
             parts = self._parts(self._own, self._values)
             self.server = ParameterServer(self.buckets, parts, cut, group.size, self._own, bound, beat_s)
-            self.server.failed = group.collective.transport.abort
             self._inbox = self.server.inbox(self._parts(self._own, self._flats))
             self._inbox.trailer = self._trailers[self._own]
 
@@ -154,6 +153,8 @@ class PushReducer(Reducer):
             answer = [int(value) for value in self._answer.tolist()]
             if answer[0] != HELD:
                 return answer
+            if self.server is not None:
+                self.server.check()  # what this worker is held back for may be a member that its own server has lost
 
     def _parts(self, owner: int, flats: Sequence[Tensor]) -> list[Tensor]:
         return [flat[slice(*span)] for flat, span in zip(flats, self._spans[owner], strict=True)]

@@ -65,9 +65,7 @@ class ParameterServer:
     tensor per bucket; they are copied. `cut(number, weights)`: the pieces of bucket `number` in the copy.
 
     `update` is to be set before it serves: called for each push with the number of those before it, under the lock,
-    when the gradients of `pieces` are set. `failed` is called where a thread ends in an error, which `check` raises:
-    whatever its worker waits for at that moment may never come. `beat_s`: how often it says that a member is still
-    held back.
+    when the gradients of `pieces` are set. `beat_s`: how often it says that a member is still held back.
     """
 
     def __init__(
@@ -81,7 +79,6 @@ class ParameterServer:
         beat_s: float,
     ) -> None:
         self.update: Callable[[int], None] = lambda version: None
-        self.failed: Callable[[], None] = lambda: None
         self._sent = [0] * members
         self._weights = [value.clone() for value in values]
         self._owned = [cut(number, weights) for number, weights in enumerate(self._weights)]
@@ -213,9 +210,6 @@ class ParameterServer:
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()
-                if self._closed:
-                    return
-            self.failed()
 
     def _answer_all(self, position: int, steps: int, pushes: Peers, answers: Peers) -> None:
         """Answers lie in the inbox: a member that waits for one pushes nothing. They are waited for only when the last
