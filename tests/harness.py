@@ -19,7 +19,7 @@ from engine.runtime.microbatch import Batches, passes, sizes
 from engine.runtime.prepare import prepare
 from engine.runtime.seeds import building, seed_for
 from engine.runtime.source import dataset
-from engine.runtime.transport import Transport
+from engine.runtime.transport import PeerError, Transport
 from engine.runtime.transport.threads import ThreadHub
 from engine.runtime.worker import Worker
 from engine.settings import DataParallel, Eval, Pipeline, Settings, Train
@@ -81,7 +81,8 @@ Connect = Callable[[Job], Callable[[int], Transport]]  # job -> rank -> its tran
 def run_threads(
     wanted: Settings, inspect: Callable[[Worker], None] | None = None, connect: Connect | None = None
 ) -> Ran:
-    """Prepare and train with a thread per rank. The first exception of a rank is raised here."""
+    """Prepare and train with a thread per rank. The first exception of a rank that is no consequence
+    of another's is raised here."""
     job = prepare(wanted, ".", ".")
     hub = ThreadHub(job.world, wanted.timeout_s)
     transport = hub.transport if connect is None else connect(job)
@@ -107,7 +108,7 @@ def run_threads(
         thread.join(timeout=60)
         assert not thread.is_alive(), "a rank hangs"
     if errors:
-        raise errors[0]
+        raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])
     return Ran(job, workers, records)
 
 
