@@ -151,6 +151,15 @@ def test_a_short_last_batch_tells_the_size_too(tmp_path: Path, capsys: pytest.Ca
     assert "pipeline.microbatches=8" in said and "55.0" in said  # as long for 8 samples as for 16
 
 
+def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "engine.report", str(finished(tmp_path / "run"))]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()  # before anything is written: the answer takes longer than that
+        assert process.stderr.read() == ""
+        assert process.wait(60) == 0
+
+
 def test_it_answers_without_torch_and_says_how_it_is_used(tmp_path: Path) -> None:
     run = finished(tmp_path / "run")
     code = "import sys; sys.modules['torch'] = sys.modules['hydra'] = None\n"

@@ -13,6 +13,7 @@ The folder of a sweep, given alone, is compared anew: comparison.txt, .json and 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -153,5 +154,16 @@ def _plain(each: Prediction) -> dict[str, Any]:
     return asdict(each) | {"scenario": asdict(each.scenario) | {"options": dict(each.scenario.options)}}
 
 
+def run() -> int:
+    """`main`, whatever becomes of the reader: `| head` closes its end early."""
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

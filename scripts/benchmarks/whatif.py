@@ -26,7 +26,7 @@ from engine.report.whatif import Predictor
 WANTED = {"sleep": 0.05, "gpt": 0.15}  # the most that a predicted step time may be off
 
 _SLEEP = ("model=sleep", "data=synthetic", "data.shape=[16]", "train.global_batch_size=32")
-_EQUAL = (*_SLEEP, "model.forward_ms=6", "model.input_backward_ms=6", "model.weight_backward_ms=6")
+_EQUAL = (*_SLEEP, "model.forward_ms=10", "model.input_backward_ms=10", "model.weight_backward_ms=10")
 _GPT = ("model=gpt", "data=text", "train.global_batch_size=16", "pipeline.ranks=2")
 _LAYERS = (2, 2, 3, 3, 4, 4, 6, 8)  # ms of each part of a layer
 
@@ -115,7 +115,7 @@ class Runs:
     def _run(self, keys: Sequence[str], repeat: int) -> Path:
         folder = self._folder / f"{len(self._made)}-{repeat}"
         print(f"run {folder.name}: {' '.join(keys)}", file=sys.stderr, flush=True)
-        usual = ("train.steps=10", "optimizer=sgd", "device=cpu", "threads_per_worker=1", "eval.every=0")
+        usual = ("train.steps=9", "optimizer=sgd", "device=cpu", "threads_per_worker=1", "eval.every=0")
         command = [sys.executable, "-m", "engine", *keys, *usual, f"hydra.run.dir={folder}"]
         run_together([command], self._folder, LOOPBACK)
         return folder
