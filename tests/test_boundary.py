@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +114,25 @@ def test_gradients_come_back_and_absent_ones_stay_absent() -> None:
     assert gradients[1] is None
 
 
+def test_what_an_operator_gives_no_gradient_is_absent() -> None:
+    """It was reached by a backward, but is not a gradient of zeros: that would move weights that decay."""
+
+    class First(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x + y
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return grad, None
+
+    message = Message(describe((torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True))))
+    (a, b), box = message.enter([torch.ones(2), torch.ones(2)], torch.zeros((), requires_grad=True))
+    First.apply(a, b * 2).sum().backward()
+    assert box[0].tolist() == [1.0, 1.0]
+    assert box[1] is None
+
+
 def test_an_in_place_first_layer_spoils_nothing() -> None:
     """Two tensors of one message: one is changed in place after the other was saved for backward."""
     message = Message(describe((torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True))))
@@ -136,6 +157,12 @@ def test_differences_are_named() -> None:
     assert message.mismatch({"h": torch.zeros(2, 3), "n": 3}) is None
     assert "[2, 4] float32 instead of [2, 3] float32" in str(message.mismatch({"h": torch.ones(2, 4), "n": 3}))
     assert "float64 instead of" in str(message.mismatch({"h": torch.ones(2, 3).double(), "n": 3}))
+    constants = Message(describe((torch.ones(1), math.nan, 1, True)))
+    assert constants.mismatch((torch.ones(1), math.nan, 1, True)) is None
+    assert "0.5 instead of nan" in str(constants.mismatch((torch.ones(1), 0.5, 1, True)))
+    assert "nan instead of 1" in str(constants.mismatch((torch.ones(1), math.nan, math.nan, True)))
+    assert "1.0 instead of 1" in str(constants.mismatch((torch.ones(1), math.nan, 1.0, True)))
+    assert "1 instead of True" in str(constants.mismatch((torch.ones(1), math.nan, 1, 1)))
     assert "4 instead of 3" in str(message.mismatch({"h": torch.ones(2, 3), "n": 4}))
     assert "structure" in str(message.mismatch([torch.ones(2, 3), 3]))
     assert "requires_grad" in str(message.mismatch({"h": torch.ones(2, 3, requires_grad=True), "n": 3}))

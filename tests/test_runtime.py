@@ -109,6 +109,21 @@ def test_unusual_boundaries(how: str) -> None:
         close(ran.state(), expected)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("always", [True, False])
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 4), ("zb_v", 2)])
+def test_gradients_that_an_operator_swallows(schedule: str, ranks: int, always: bool, replicas: int) -> None:
+    """Where a stage ends does not decide whether the layers before have a gradient (weight decay is on)."""
+    model = {"_target_": "toys.closed", "always": always, "loss": {"_target_": "toys.TokenLoss"}}
+    base = settings(schedule, ranks, 4, replicas, model=model)
+    expected, _ = plain(base, microbatched=True)
+    ran = run_threads(base)
+    if replicas == 1:
+        assert equal(ran.state(), expected)
+    close(ran.state(), expected)
+    assert equal(ran.state(0), ran.state(replicas - 1))
+
+
 def test_a_branch_used_by_one_microbatch_of_one_replica() -> None:
     """What was not used anywhere keeps its value (weight decay is on); what was used somewhere is reduced."""
     model = {"_target_": "toys.sometimes", "loss": {"_target_": "toys.TokenLoss"}}

@@ -180,6 +180,40 @@ def sometimes(width: int = 8, classes: int = 5) -> Layers:
     return [("first", lambda: Sometimes(width)), ("tanh", nn.Tanh), ("head", lambda: nn.Linear(width, classes))]
 
 
+class _Swallow(torch.autograd.Function):
+    """The identity, whose backward gives nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+class Closed(nn.Module):
+    """Lets no gradient through, in micro-batches whose first sample has a positive first feature or, `always`, in any.
+    What comes before still has its graph."""
+
+    def __init__(self, width: int, always: bool) -> None:
+        super().__init__()
+        self.linear, self.always = nn.Linear(width, width), always
+
+    def forward(self, x: Tensor) -> Tensor:
+        closed = self.always or (not _fake(x) and float(x.detach().flatten()[0]) > 0)
+        return self.linear(x.detach()) + (_Swallow.apply(x) if closed else x)
+
+
+def closed(always: bool = True, width: int = 8, classes: int = 5) -> Layers:
+    return [
+        ("before", lambda: Block(width, width, 0.0)),
+        ("closed", lambda: Closed(width, always)),
+        ("tanh", nn.Tanh),
+        ("head", lambda: nn.Linear(width, classes)),
+    ]
+
+
 class Normed(nn.Module):
     """Linear and BatchNorm over the flattened positions."""
 

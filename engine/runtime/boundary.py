@@ -239,7 +239,7 @@ class Message:
 
 def _difference(leaf: Any, want: Any) -> str | None:
     if not isinstance(want, TensorSpec):
-        return f"{leaf!r} instead of {want!r}" if isinstance(leaf, Tensor) or leaf != want else None
+        return None if _same_constant(leaf, want) else f"{leaf!r} instead of {want!r}"
     if not isinstance(leaf, Tensor):
         return f"{leaf!r} instead of a tensor {list(want.shape)} {want.dtype}"
     dtype = _NAMES[leaf.dtype]
@@ -248,6 +248,11 @@ def _difference(leaf: Any, want: Any) -> str | None:
     if leaf.requires_grad != want.requires_grad:
         return f"requires_grad {leaf.requires_grad} instead of {want.requires_grad}"
     return None
+
+
+def _same_constant(leaf: Any, want: Any) -> bool:
+    """The type counts, as the receiver is given `want`: 1 is neither 1.0 nor True. NaN is NaN."""
+    return type(leaf) is type(want) and (leaf == want or (leaf != leaf and want != want))
 
 
 def _aligned(nbytes: int) -> int:
@@ -275,11 +280,12 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor, box: list[Tensor | None], index: int) -> Tensor:
+        ctx.set_materialize_grads(False)  # what an operator behind it gives no gradient is absent, not zero
         ctx.box, ctx.index = box, index
         return alias(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, None, None, None]:
         ctx.box[ctx.index] = grad
         return None, None, None, None
 
