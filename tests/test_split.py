@@ -265,6 +265,27 @@ def test_stage_with_several_outputs(precision: None) -> None:
     assert same(*found)
 
 
+def test_stage_that_hands_on_a_parameter(precision: None) -> None:
+    """The gradient that comes back for it is one of its uses: all of them are summed before they are added."""
+    found = []
+    for halves in (False, True):
+        torch.manual_seed(1)
+        model = Free(lambda m, x: (m.b(m.a(x)), m.a.weight))  # type: ignore[arg-type,return-value]
+        stage = Stage(0, [StageLayer(0, "m", model, False)], torch.device("cpu"), 0)
+        for microbatch in range(3):
+            x = torch.randn(4, WIDTH)
+            (y, _), _ = stage.forward(microbatch, None, x, None, Draw(0, microbatch, 0), None, 4, halves)
+            gradients = [torch.randn_like(y), torch.randn_like(model.a.weight)]
+            if halves:
+                stage.backward_input(microbatch, gradients, None)
+                assert stage.waiting(microbatch) == {model.b.weight, model.b.bias, model.a.bias}
+                stage.backward_weight(microbatch)
+            else:
+                stage.backward(microbatch, gradients, None)
+        found.append([p.grad for p in model.parameters()])
+    assert same(*found)
+
+
 # ---- what is not put off -----------------------------------------------------------------------------------------
 
 

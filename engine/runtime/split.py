@@ -113,9 +113,11 @@ class Later:
 def _at_once(roots: Iterable[Any]) -> set[Tensor]:
     """Leaves that I must take care of: what any other node than a routed one gives a gradient to, or what has hooks.
 
-    (Hooks run once for each micro-batch; the node of a leaf runs in I in any case, with nothing to add.)
+    (Hooks run once for each micro-batch; the node of a leaf runs in I in any case, with nothing to add.) A root may be
+    the node of a leaf, where a stage hands on a parameter: that one's gradient arrives from outside.
     """
-    found: set[Tensor] = set()
+    roots = list(roots)
+    found: set[Tensor] = {root.variable for root in roots if isinstance(root, _ACCUMULATE)}
     for node in nodes(roots):
         routed = isinstance(node, _Routed._backward_cls)
         for place, (following, _) in enumerate(node.next_functions):
