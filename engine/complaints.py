@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -54,10 +55,15 @@ def _no_name(arguments: Sequence[str]) -> str:
     for argument in arguments:
         group = argument.partition("=")[0]
         files = [file.stem for file in (CONF / group).glob("*.yaml")] if group else []
-        if "=" in argument and (files or not group):
+        if "=" in argument and (not group or (files and not _names_a_file(argument))):
             valid = f"{group} is chosen by the name of a file: {', '.join(sorted(files))}" if files else QUOTING
             return f"{argument}: {valid}"
     return f"a group is chosen by the name of a file. {QUOTING}"
+
+
+def _names_a_file(argument: str) -> bool:
+    """Whether a group is given a word, or several: there may be no such file, but that is another error."""
+    return isinstance(OverridesParser.create().parse_override(argument).value(), str | list)
 
 
 def _no_such_key(error: OmegaConfBaseException) -> str:

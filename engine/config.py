@@ -379,8 +379,8 @@ def unknown(what: str, given: str, valid: Iterable[str], shown: str | None = Non
     """`foo=br: no such choice; did you mean bar? There is: bar, baz`."""
     names = sorted(valid)
     near = get_close_matches(given, names, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    return f"{shown or given}: no such {what}; {hint}{'There is: ' + ', '.join(names) if names else 'There is none'}"
+    hint = f"; did you mean {near[0]}?" if near else "."
+    return f"{shown or given}: no such {what}{hint} There is{': ' + ', '.join(names) if names else ' none'}"
 
 
 def first_line(error: BaseException) -> str:

@@ -122,6 +122,13 @@ def test_wrong_input_is_refused_by_name(override: str, engine: Engine, trained: 
     assert not list(said.folder.glob("**/events*"))
 
 
+@pytest.mark.parametrize("wrong", ["schedule=3", "optimizer=null", "partition=true"])
+def test_of_several_groups_the_one_without_a_name_is_blamed(wrong: str, engine: Engine) -> None:
+    said = engine("model=mlp", "data=synthetic", wrong, "allreduce=[ring]")
+    group = wrong.partition("=")[0]
+    assert said.code == run.REFUSED and said.err.startswith(f"error: {wrong}: {group} is chosen by the name of a file")
+
+
 def test_refusal_is_left_in_the_run_folder(engine: Engine) -> None:
     said = engine("pipeline.ranks=0")
     (folder,) = said.runs
