@@ -45,7 +45,7 @@ WRONG = {
     "partition.split=[input]": ([*MLP, *MANUAL], ["'input' is the first layer"]),
     "partition.split=null": ([*MLP, *MANUAL], ["partition.split"]),
     "model.split=[nothing]": (MLP, ["nothing", "hidden.2"]),
-    "optimizer.lr=abc": (MLP, ["lr='abc'", "torch.optim.SGD"]),
+    "optimizer.lr=abc": (MLP, ["optimizer.lr=abc", "finite number"]),
     "optimizer.lr=-1": (MLP, ["learning rate: -1", "torch.optim.SGD"]),
     "+optimizer.lerning_rate=1": (MLP, ["optimizer.lerning_rate", "momentum"]),
     "optimizer._target_=torch.optim.SDG": (MLP, ["torch.optim.SDG", "SGD"]),
