@@ -55,8 +55,8 @@ def watched(given: Settings) -> tuple[Ran, dict[int, list[dict[str, Tensor]]]]:
     def watch(worker: Worker) -> None:
         seen, apply = weights.setdefault(worker.world_rank, []), worker.update.apply
 
-        def applied(norm: Tensor | None) -> None:
-            apply(norm)
+        def applied() -> None:
+            apply()
             named = ((f"{s}.{n}", p) for s, stage in worker.stages.items() for n, p in stage.named_parameters())
             seen.append({name: p.detach().clone() for name, p in named})
 
