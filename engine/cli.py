@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from engine.complaints import explain
 from engine.config import CONF, load
 from engine.console import forgiving
 from engine.errors import Interrupted
+from engine.report.files import UnwritableError
 from engine.runtime import environment, interrupt
 from engine.runtime.verdict import Outcome
 
@@ -102,6 +104,7 @@ def _job(config: DictConfig) -> Outcome:
     runtime = HydraConfig.get().runtime
     outcome = run.taken(Path(runtime.output_dir)) or _outcome(config, runtime.cwd, runtime.output_dir)
     if outcome.status == "interrupted":
+        _compared()
         raise Interrupted(outcome.exit_code - 128, outcome.error)
     report(outcome)
     _outcomes.append(outcome)
@@ -118,25 +121,39 @@ def _outcome(config: DictConfig, start_dir: str, run_dir: str) -> Outcome:
     return run.plan(settings, run_dir) if settings.mode == "plan" else run.train(settings, start_dir, run_dir)
 
 
+def _compared() -> None:
+    """Bring a sweep's comparison up to date, as far as its folder takes it."""
+    if (hydra_ := HydraConfig.get()).mode is RunMode.MULTIRUN:
+        from engine.report.compare import write_comparison
+
+        with suppress(UnwritableError, OSError):
+            write_comparison(hydra_.sweep.dir)
+
+
 class SweepTable(Callback):
-    """Keeps the comparison of a sweep's jobs up to date: after each job, since Hydra skips the end after a failure."""
+    """Keeps the comparison of a sweep's jobs up to date: after each job, since Hydra skips the end after a failure,
+    and even that after an interruption."""
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
         if config.hydra.mode.name == "MULTIRUN":
             print(f"\njob {config.hydra.job.num}: {' '.join(config.hydra.overrides.task)}", flush=True)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
-        if config.hydra.mode.name == "MULTIRUN":
-            from engine.report.compare import write_comparison
-
-            write_comparison(config.hydra.sweep.dir)
+        _compared()
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        from engine.report.compare import PAGE, write_comparison
+        from engine.report.compare import PAGE, comparison, write_comparison
         from engine.report.sweep.rows import read_rows
 
         folder = Path(config.hydra.sweep.dir).absolute()
-        print(f"\n{write_comparison(folder)}\n\n{folder / PAGE}", flush=True)
-        rows = read_rows(folder)
+        try:
+            rows = read_rows(folder)
+            print(f"\n{comparison(rows)}", flush=True)
+            write_comparison(folder, rows)
+        except (UnwritableError, OSError) as error:
+            _outcomes.append(Outcome("failed", f"the sweep's comparison is lost: {error}", 1))
+            report(_outcomes[-1])
+            return
+        print(f"\n{folder / PAGE}", flush=True)
         if any(row["status"] != "completed" for row in rows):  # with a launcher that runs jobs elsewhere, the only sign
             _outcomes.append(Outcome("failed", None, 1))

@@ -84,6 +84,21 @@ def test_rows_can_be_given(tmp_path: Path) -> None:
     assert column(text, "status") == ["interrupted"] and column(text, "step ms") == ["-"]
 
 
+def test_jobs_may_lie_deeper(tmp_path: Path) -> None:
+    """As with hydra.sweep.subdir; what holds no job is none."""
+    ran(tmp_path / "b" / "lr=0.1" / "0", recorded.job("gpipe", 2, 4), "schedule=gpipe")
+    ran(tmp_path / "a" / "10", recorded.job("1f1b", 2, 4), "schedule=1f1b")
+    ran(tmp_path / "a" / "9", recorded.job("naive", 2, 4), "schedule=naive")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "plot.png").write_text("")
+    (tmp_path / "notes" / "round").symlink_to(tmp_path)
+    text = write_comparison(tmp_path)
+    assert column(text, "job") == ["a/9", "a/10", "b/lr=0.1/0"]
+    assert column(text, "status") == ["completed"] * 3
+    page = (tmp_path / "comparison.html").read_text()
+    assert 'href="./b/lr%3D0.1/0/report.txt"' in page and "./a/9/report.txt" in page
+
+
 def test_a_sweep_without_jobs_is_a_head(tmp_path: Path) -> None:
     assert len(write_comparison(tmp_path).splitlines()) == 1
 
@@ -108,3 +123,7 @@ def test_planned_jobs_show_what_was_simulated(tmp_path: Path) -> None:
     text = write_comparison(tmp_path)  # a sweep over the mode itself
     assert column(text, "predicted") == ["20.0 %", "-"] and column(text, "measured") == ["-", "-"]
     assert column(text, "peak in flight") == ["2 1", "-"]
+    (tmp_path / "1" / "summary.json").unlink()
+    ran(tmp_path / "2", recorded.job("gpipe", 2, 4))  # a summary of training tells no mode
+    text = write_comparison(tmp_path)
+    assert column(text, "step ms") == ["-", "-", "31.0"] and column(text, "predicted") == ["20.0 %", "-", "20.0 %"]

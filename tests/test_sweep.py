@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import warnings
 from pathlib import Path
 
 import command
@@ -58,8 +59,28 @@ def test_an_interruption_ends_the_sweep(engine: Engine, monkeypatch: pytest.Monk
         return Outcome("interrupted", "interrupted by SIGTERM", 128 + signal.SIGTERM)
 
     monkeypatch.setattr(run, "train", train)
-    assert engine("-m", "pipeline.microbatches=1,2").code == 143
+    said = engine("-m", "pipeline.microbatches=1,2")
+    assert said.code == 143
     assert started == [1]
+    assert "-  unfinished" in (sweep_folder(said.folder) / "comparison.txt").read_text()
+
+
+def test_a_comparison_that_cannot_be_written_is_shown_and_fails(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(settings: Settings, start_dir: str, run_dir: str) -> Outcome:
+        (Path(run_dir).parent / "comparison.json").mkdir(exist_ok=True)
+        return run.finish(Path(run_dir), Outcome("completed"), settings)
+
+    monkeypatch.setattr(run, "train", train)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Hydra makes one of what a callback raises
+        said = engine("-m", "pipeline.microbatches=1,2")
+    assert said.code == 1
+    assert "pipeline.microbatches=2" in said.out.rpartition("overrides")[2]
+    assert said.err.splitlines()[-1].startswith(
+        "error: the sweep's comparison is lost: comparison.json cannot be written"
+    )
 
 
 def test_an_experiment_that_sweeps_by_itself(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,8 @@ def write_comparison(sweep_dir: Path | str, rows: Sequence[Row] | None = None) -
 def comparison(rows: Sequence[Row]) -> str:
     """The whole comparison as text. Overrides that all jobs share are left out of it."""
     sweep = sweep_of(rows)
-    if {row["mode"] for row in rows if "mode" in row} == {"plan"}:  # a job that was refused early does not say
+    planned = {row["mode"] for row in rows if "mode" in row} == {"plan"}  # a job that was refused early does not say
+    if planned and not any("step_time" in row for row in rows):  # one that trained has another summary
         return "\n\n".join([_planned(sweep), "\n".join(map(_front_text, fronts(sweep)))]).rstrip()
     head = [
         "job", "schedule", "ranks", "micro-batches", "replicas", "step ms", "samples/s", "ideal", "predicted",

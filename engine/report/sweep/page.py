@@ -204,7 +204,7 @@ def _job(result: Result, keys: list[str], metrics: list[Metric], best: bool) -> 
     loss = (result.row.get("loss") or {}).get("last")
     name: Child = result.job
     if result.row.get("step_time"):  # it has a report
-        name = tag("a", result.job, href=f"./{quote(result.job, safe='')}/report.txt")
+        name = tag("a", result.job, href=f"./{quote(result.job)}/report.txt")
     cells = [tag("td", name, " ★" if best else None, class_="left", data_value=result.index)]
     cells += [tag("td", result.settings[key], class_="left" if key == SCHEDULE else None) for key in keys]
     for metric in metrics:

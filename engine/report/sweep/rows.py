@@ -16,6 +16,7 @@ from engine.report.files import read_json
 
 Row = Mapping[str, Any]
 
+_MARKS = ("summary.json", ".hydra", "config.json", "engine.log")  # of a job's folder
 _UNFINISHED = {"status": "unfinished", "error": "left no summary.json: it is still running, or it was killed"}
 _UNREADABLE = {"status": "failed", "error": "left no readable summary.json"}
 
@@ -27,9 +28,21 @@ def is_sweep(folder: Path) -> bool:
 
 
 def read_rows(sweep_dir: Path) -> list[Row]:
-    """A row for every job folder below `sweep_dir`, by number where folders are numbered."""
-    folders = [path for path in sweep_dir.iterdir() if path.is_dir() and not path.name.startswith(".")]
-    return [_read(folder) for folder in sorted(folders, key=_by_number)]
+    """A row for every job folder below `sweep_dir`, by number where folders are numbered.
+
+    It goes by its path from there: with `hydra.sweep.subdir` jobs may lie deeper.
+    """
+    return [_read(folder, folder.relative_to(sweep_dir).as_posix()) for folder in job_folders(sweep_dir)]
+
+
+def job_folders(folder: Path) -> list[Path]:
+    """The folders of jobs below a sweep's. An empty one is a job's too: it was killed before it left anything."""
+    found: list[Path] = []
+    below = (path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    for path in sorted(below, key=_by_number):
+        known = any((path / mark).exists() for mark in _MARKS) or next(path.iterdir(), None) is None
+        found += [path] if known else [] if path.is_symlink() else job_folders(path)
+    return found
 
 
 def _by_number(folder: Path) -> tuple[int, int, str]:
@@ -37,7 +50,7 @@ def _by_number(folder: Path) -> tuple[int, int, str]:
     return (0, int(name), name) if name.isdecimal() else (1, 0, name)
 
 
-def _read(folder: Path) -> Row:
+def _read(folder: Path, name: str) -> Row:
     if not (folder / "summary.json").exists():
         summary: dict[str, Any] = dict(_UNFINISHED)
     else:
@@ -46,7 +59,7 @@ def _read(folder: Path) -> Row:
         peaks = [rank["peak_in_flight"] for rank in plan["per_rank"]]
         summary |= {"bubble": {"predicted": plan["bubble_fraction"]}, "peak_in_flight": peaks}
         summary |= {"plan": plan["choice"]}
-    return {"job": writable(folder.name), "overrides": _overrides(folder)} | summary
+    return {"job": writable(name), "overrides": _overrides(folder)} | summary
 
 
 def _json(path: Path) -> dict[str, Any] | None:
