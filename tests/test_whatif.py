@@ -132,8 +132,45 @@ def test_weights_are_held_where_their_layers_are() -> None:
     predictor = Predictor(ran("1f1b", 4, 8))
     own, both = (predictor.predict(Scenario(name, name, {}, 8)) for name in ("1f1b", "dualpipe"))
     lasting = [np.subtract(each.memory, each.activations) for each in (own, both)]
-    assert np.allclose(lasting[1], 2 * lasting[0])  # two copies of every stage
+    gradients = 500 * (1 + 2 + 3 + 4) / 4  # of a rank, on average
+    assert np.allclose(lasting[0], 3500 / 500 * gradients)
+    # Two copies of every stage, and buckets as large as the gradients, which this run did not need.
+    assert np.allclose(lasting[1], 2 * (lasting[0] + gradients))
     assert any("two copies" in note for note in both.notes)
+
+
+def with_reduction(base: Measured, **seconds: list[float]) -> Measured:
+    """The run as one in which reductions took their time, and had buckets."""
+    raw = {**base.raw, "reduced": True, "gathered": "gather" in seconds, **seconds}
+    return replace(base, raw=raw, buckets=np.full(len(base.names), 1e6))
+
+
+def test_without_copies_and_replicas_nothing_is_reduced() -> None:
+    base = ran("chimera", 2, 4)
+    reduced = Predictor(with_reduction(base, reduce=[0.02, 0.02]))
+    for predictor in (Predictor(base), reduced):
+        found = predictor.predict(Scenario("gpipe", "gpipe", {}, 4))
+        assert found.step == pytest.approx((4 + 1) * 6e-3 + 0.5e-3, rel=1e-3)  # each rank updates half as much
+        assert max(found.memory) < 1e6 and found.notes == ()
+    own, dual = (reduced.predict(Scenario(name, name, {}, 4)) for name in ("chimera", "dualpipe"))
+    assert min(own.step, dual.step) > 0.02 + 4 * 6e-3
+    assert min(own.memory) > 4 * 1e6  # two stages of two layers on each rank
+    assert own.notes == () and not any("without" in note for note in dual.notes)
+
+
+def test_copies_of_replicas_are_more_to_reduce_among() -> None:
+    predictor = Predictor(with_reduction(ran("1f1b", 2, 4, replicas=2), reduce=[0.01, 0.01]))
+    assert predictor.predict(Scenario("", "gpipe", {}, 4)).notes == ()
+    notes = predictor.predict(Scenario("", "chimera", {}, 4)).notes
+    assert notes == ("reductions among 4 ranks as long as they were among 2",)
+
+
+def test_parameters_are_gathered_before_the_next_step_uses_them() -> None:
+    base = ran("gpipe", 2, 4, replicas=2)
+    plain = Predictor(with_reduction(base, reduce=[0.0, 0.0]))
+    divided = Predictor(with_reduction(base, reduce=[0.0, 0.0], gather=[0.03, 0.03]))
+    steps = [each.predict(Scenario("", "1f1b", {}, 4)).step for each in (plain, divided)]
+    assert steps[1] == pytest.approx(steps[0] + 0.03, rel=1e-3)
 
 
 # ---- splits --------------------------------------------------------------------------------------------------------

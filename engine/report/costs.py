@@ -1,11 +1,11 @@
 """costs.json: what a finished run has measured, in the form in which other configurations are predicted from it.
 
-    {"version": 1, "steps": n, "schedule": "1f1b", "options": {}, "ranks": P, "replicas": R, "passes": A,
-     "microbatches": M, "samples": of a step over all replicas, "rows": samples of a micro-batch (mean),
-     "split": [first layer of each stage],
+    {"version": 2, "steps": n, "threads": of a worker, "schedule": "1f1b", "options": {},
+     "ranks": P, "replicas": R, "passes": A, "microbatches": M, "samples": of a step over all replicas,
+     "rows": samples of a micro-batch (mean), "split": [first layer of each stage],
      "duration": [R][4][S], "spread": [n][4][17], "short": [{"rows": samples, "duration": [4][S]}, ...],
-     "overhead": s, "delay": [2][S], "loaded": [W][2], "reduce": [S], "count": s, "norm": [R], "step": [W],
-     "reduced": bool, "normed": bool,
+     "overhead": s, "delay": [2][S], "loaded": [W][2], "reduce": [S], "gather": [S], "count": s, "norm": [R],
+     "step": [W], "reduced": bool, "normed": bool, "gathered": bool,
      "layers": [{"name", "forward": s, "activation_bytes", "parameter_bytes", "sends": [forward, backward] or null}]}
 
 All times are seconds, and medians over `steps` whole traced steps that were looked at (`looks.py`), without the run's
@@ -17,7 +17,7 @@ not run is 0.
     short      the same of steps that had fewer samples, whose micro-batches have another size
     overhead   for each computation what a rank spent in no name of its account: the interpreter between actions
     delay      a message under way from stage s to s + 1, and a gradient the other way; 0 where none was seen
-    loaded, reduce, count, norm, step    as in `observed.Observed`
+    loaded, reduce, gather, count, norm, step    as in `observed.Observed`
     layers     `forward` of all micro-batches of a step; bytes of a micro-batch (`rows`, rounded up), and of weights.
                The loss is the last layer's.
 """
@@ -41,7 +41,7 @@ from engine.report.measure import repeated
 from engine.report.observed import Observed, durations
 
 COSTS_NAME = "costs.json"
-VERSION = 1
+VERSION = 2
 KEPT = 32  # steps
 QUANTILES = 17
 
@@ -56,12 +56,14 @@ class _Whole(NamedTuple):
     layers: _Floats
     reduced: bool
     normed: bool
+    gathered: bool
 
 
 class Costs:
     """Keeps the last whole traced steps of a run with a synchronous schedule."""
 
     def __init__(self, job: Job) -> None:
+        self.threads: int | None = None  # of a worker, once one has told
         self._job = job
         self._program = repeated(job.compute, job.settings.train.accumulate)
         self._steps: deque[_Whole] = deque(maxlen=KEPT)
@@ -81,7 +83,8 @@ class Costs:
         other = int(account.table[:, NAMES.index("other")].sum())
         kinds = set(np.unique(timeline.kind).tolist())
         reduced = self._job.replicas > 1 or int(Kind.REDUCE) in kinds
-        self._steps.append(_Whole(observed, other, step.layers, reduced, int(Kind.WAIT_NORM) in kinds))
+        normed, gathered = (int(kind) in kinds for kind in (Kind.WAIT_NORM, Kind.GATHER))
+        self._steps.append(_Whole(observed, other, step.layers, reduced, normed, gathered))
 
     def _add_short(self, step: Step, timeline: Timeline) -> None:
         """A step of one pass with fewer samples than configured, the same on every replica."""
@@ -106,6 +109,7 @@ class Costs:
         return {
             "version": VERSION,
             "steps": len(self._steps),
+            "threads": self.threads,
             "schedule": job.compute.name,
             "options": settings.schedule_options,
             "ranks": job.ranks,
@@ -123,9 +127,8 @@ class Costs:
             ],
             "overhead": _median([whole.other for whole in self._steps]) / (len(self._program) * job.replicas),
             "delay": self._delays(),
-            **{name: self._seconds(name) for name in ("loaded", "reduce", "count", "norm", "step")},
-            "reduced": any(whole.reduced for whole in self._steps),
-            "normed": any(whole.normed for whole in self._steps),
+            **{name: self._seconds(name) for name in ("loaded", "reduce", "gather", "count", "norm", "step")},
+            **{name: any(getattr(whole, name) for whole in self._steps) for name in ("reduced", "normed", "gathered")},
             "layers": self._layers(),
         }
 

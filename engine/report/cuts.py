@@ -10,6 +10,7 @@ import numpy as np
 from engine.plan.actions import Op, Placement, Program, unpack
 from engine.plan.partition import partition
 from engine.report.measured import Floats, Measured
+from engine.report.tables import counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +38,7 @@ def cut_of(base: Measured, stages: int, split: Sequence[int] | None = None) -> C
         return Cut(parts, tuple(stage // times for stage in range(stages)), None)
     if split is None:
         if stages > count:
-            raise ValueError(f"it has {stages} stages, and the model only {count} layers")
+            raise ValueError(f"it has {counted(stages, 'stage')}, and the model only {counted(count, 'layer')}")
         split = even(base, stages)
     parts = np.zeros((stages, count))
     for stage, (first, end) in enumerate(zip(split, [*split[1:], count], strict=True)):
@@ -80,4 +81,5 @@ def memory(base: Measured, program: Program, cut: Cut, rows: Sequence[int], reco
         again = np.isin(op, (Op.B, Op.I)) * (full - kept)[stage] * part[microbatch]
         before = np.concatenate([[0.0], after[:-1]])
         peaks[rank] = max(after.max(initial=0.0), (before + again).max(initial=0.0))
-    return held(program.placement, cut.parts @ base.weights), peaks
+    lasting = base.weights + base.buckets * base.reduces(program)
+    return held(program.placement, cut.parts @ lasting), peaks

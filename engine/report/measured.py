@@ -14,17 +14,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.plan.actions import Op
+from engine.plan.actions import Op, Program
+from engine.plan.schedules import build
+from engine.plan.summary import CSV_NAME
 from engine.report.costs import COSTS_NAME, VERSION
 from engine.report.files import read_json
-from engine.report.sweep.rows import is_sweep
+from engine.report.sweep.rows import is_sweep, job_folders
 
 Floats = npt.NDArray[np.float64]
 Sends = tuple[float, float] | None
 
 HALF = 0.5  # of a whole backward: the input gradients' part, where none was measured
+_DEEPEST = 4  # folders between a sweep and its jobs, at most
 # What must be equal for the computations of two runs to cost the same.
-_SAME = ("model", "data", "precision", "device", "threads_per_worker", "delay")
+_SAME = ("model", "data", "precision", "device", "delay")
 _NOT_COSTS = ("split", "stages", "chunks", "workers", "shuffle", "evaluation", "pin_memory")
 
 
@@ -34,7 +37,8 @@ class Measured:
 
     `layers` [R, 4, L]: what a layer adds to F, B, I, W of a micro-batch of `rows` samples; `measured` [4] tells the
     kinds that the run executed, the others are made of these. `short`: (rows, [4, L]) of batches with fewer samples.
-    `kept`, `weights` [L]: bytes that a micro-batch leaves for its backward, and that are there all the time.
+    `kept`, `weights` [L]: bytes that a micro-batch leaves for its backward, and that are there all the time on each
+    rank that has the layer; `buckets` [L]: what is there besides where its gradients are reduced.
     `memory` [P]: the peaks as measured, or None. What is not named here is as in costs.json.
     """
 
@@ -48,6 +52,7 @@ class Measured:
     short: tuple[tuple[float, Floats], ...]
     kept: Floats
     weights: Floats
+    buckets: Floats
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -81,6 +86,10 @@ class Measured:
         """Samples of a replica in one pass."""
         return int(self.raw["samples"] // (self.raw["replicas"] * self.raw["passes"]))
 
+    def reduces(self, program: Program) -> bool:
+        """Whether gradients of a program are reduced with those of others, here: replicas, or copies of a stage."""
+        return bool(self.raw["replicas"] > 1 or program.placement.copies > 1)
+
     @property
     def made_to_measure(self) -> bool:
         """Whether the model has as many layers as there are stages, whatever their number (a keyword `stages`)."""
@@ -97,12 +106,26 @@ def read(folder: Path | str) -> Measured:
         raise ValueError(_no_run(folder))
     if summary.get("mode") == "plan":
         raise ValueError(f"{folder} is a plan, for which nothing was measured: train with the same keys (mode=train)")
-    if summary.get("status") == "failed":
+    try:
+        return _of_run(folder, summary)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"the files in {folder} are not those of a whole run ({type(error).__name__}: {error}): run it again"
+        ) from error
+
+
+def _of_run(folder: Path, summary: Mapping[str, Any]) -> Measured:
+    if summary["status"] == "failed":
         raise ValueError(f"the run in {folder} failed ({_first_line(summary)}): give one that completed")
-    if summary.get("asynchronous") is not None:
+    if summary["asynchronous"] is not None:
         raise ValueError(
             f"the run in {folder} is asynchronous (schedule {summary['schedule']}), and its steps overlap: "
             "predictions start from a synchronous schedule, such as schedule=1f1b"
+        )
+    if (summary["data_parallel"] or {}).get("mode") == "async":
+        raise ValueError(
+            f"the run in {folder} has asynchronous replicas (data_parallel.mode=async), which share no step: "
+            "predictions start from data_parallel.mode=sync, or from one replica"
         )
     raw, config = read_json(folder / COSTS_NAME), read_json(folder / "config.json")
     if raw is None or config is None or summary["step_time"]["median"] is None:
@@ -114,6 +137,8 @@ def read(folder: Path | str) -> Measured:
         raise ValueError(
             f"{folder / COSTS_NAME} has version {raw.get('version')}, and this engine reads {VERSION}: run it again"
         )
+    if raw["schedule"] == "csv":  # the run's own copy: the file that it was given may be gone, or another by now
+        raw = {**raw, "options": {**raw["options"], "path": str(folder / CSV_NAME)}}
     return _measured(folder, summary, config, raw)
 
 
@@ -127,12 +152,15 @@ def _measured(folder: Path, summary: Mapping[str, Any], config: Mapping[str, Any
     )
     parameters = np.array([layer["parameter_bytes"] for layer in raw["layers"]], dtype=np.float64)
     held, memory = summary.get("memory"), None
-    weights = 2 * parameters  # and their gradients
+    weights, buckets = 2 * parameters, parameters  # the former with their gradients
     if held is not None:
         memory = [float(size) for size in held["total"]]
-        lasting = sum(map(sum, (held[name] for name in held if name not in ("activations", "total"))))
-        stored = sum(held["parameters"])
-        weights = parameters * (lasting / stored) if stored else parameters
+        copies = build(raw["schedule"], raw["ranks"], raw["microbatches"], dict(raw["options"])).placement.copies
+        stored = max(1.0, float(parameters.sum()) * copies)
+        lasting = sum(sum(held[name]) for name in ("parameters", "gradients", "optimizer_state"))
+        reduces = raw["replicas"] * copies > 1
+        weights = parameters * (lasting / stored)
+        buckets = parameters * (sum(held["buckets" if reduces else "gradients"]) / stored)
     return Measured(
         folder=folder,
         config=config,
@@ -144,6 +172,7 @@ def _measured(folder: Path, summary: Mapping[str, Any], config: Mapping[str, Any
         short=short,
         kept=np.array([layer["activation_bytes"] for layer in raw["layers"]], dtype=np.float64),
         weights=weights,
+        buckets=buckets,
     )
 
 
@@ -181,6 +210,8 @@ def differs(one: Measured, other: Measured) -> str | None:
         if mine != theirs:
             changed = [k for k in mine if mine[k] != theirs.get(k)] if isinstance(mine, dict) else []
             return f"its {key}{'.' + str(changed[0]) if changed else ''} is different"
+    if one.raw["threads"] != other.raw["threads"]:
+        return f"its workers have other threads ({other.raw['threads']} instead of {one.raw['threads']})"
     return None
 
 
@@ -191,16 +222,16 @@ def _costly(section: Any) -> Any:
 
 def siblings(base: Measured) -> list[Measured]:
     """The other jobs of the sweep that a run belongs to, those that measured the same computations."""
-    parent = base.folder.resolve().parent
+    own = base.folder.resolve()
+    sweep = next((folder for folder in own.parents[:_DEEPEST] if is_sweep(folder)), None)
     found = []
-    if is_sweep(parent):
-        for folder in sorted(path for path in parent.iterdir() if path.is_dir() and path != base.folder.resolve()):
-            try:
-                run = read(folder)
-            except ValueError:
-                continue
-            if differs(base, run) is None:
-                found.append(run)
+    for folder in job_folders(sweep) if sweep else []:
+        try:
+            run = read(folder)
+        except ValueError:
+            continue
+        if folder != own and differs(base, run) is None:
+            found.append(run)
     return found
 
 

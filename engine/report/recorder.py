@@ -97,6 +97,8 @@ class Recorder:
                 )
                 self._board.flush()
                 self._progress.say(str(evaluation))
+        elif record.kind == "ready" and self._costs is not None:
+            self._costs.threads = record.meta["threads"]
         elif record.kind == "memory":
             self._totals.add_memory(record.meta)
         elif record.kind == "clock":

@@ -14,6 +14,7 @@ from engine.plan.choose import synchronous
 from engine.plan.partition import manual, partition
 from engine.plan.schedules import SCHEDULES, offered_schedules
 from engine.report.cuts import cut_of, even
+from engine.report.tables import counted
 from engine.report.whatif import DOUBLED, FREE, Prediction, Predictor, Scenario
 
 _TIMES = 8  # as many, and as few, micro-batches as the run's are asked about
@@ -79,13 +80,13 @@ def asked(
     for name, count, split in product(names, counts, cuts or [None]):
         options = own.options if name == own.schedule else {}
         words = [name] if schedules else []
-        words += [_counted(count)] if microbatches else []
+        words += [counted(count, "micro-batch")] if microbatches else []
         words += [f"split {_named(predictor, split)}"] if split else []
         scenario = Scenario(", ".join(words), name, options, count, split)
         if complaint := SCHEDULES[name].complaint(base.raw["ranks"], count, options):
             found.append(LeftOut(scenario.words, complaint))
         elif split and predictor.program(scenario).stages != len(split):
-            found.append(LeftOut(scenario.words, f"it has {predictor.program(scenario).stages} stages"))
+            found.append(LeftOut(scenario.words, f"it has {counted(predictor.program(scenario).stages, 'stage')}"))
         else:
             found.append(_described(predictor, scenario))
     return found
@@ -105,10 +106,6 @@ def _described(predictor: Predictor, scenario: Scenario) -> Scenario | LeftOut:
     if split is not None and split != base.split and not base.made_to_measure:
         words += ["partition=manual", f"partition.split=[{_named(predictor, split)}]"]
     return replace(scenario, overrides=tuple(words))
-
-
-def _counted(microbatches: int) -> str:
-    return f"{microbatches} micro-batch{'es' if microbatches > 1 else ''}"
 
 
 def _named(predictor: Predictor, split: Sequence[int]) -> str:
@@ -138,7 +135,7 @@ def _microbatches(predictor: Predictor) -> Iterator[Scenario | LeftOut]:
     for other in sorted(tried):
         if not count / _TIMES <= other <= min(count * _TIMES, base.share):
             continue
-        words = _counted(other)
+        words = counted(other, "micro-batch")
         if complaint := SCHEDULES[own.schedule].complaint(base.raw["ranks"], other, dict(own.options)):
             yield LeftOut(words, complaint)
         else:
@@ -148,7 +145,7 @@ def _microbatches(predictor: Predictor) -> Iterator[Scenario | LeftOut]:
 def _splits(predictor: Predictor) -> Iterator[Scenario | LeftOut]:
     base, stages = predictor.base, len(predictor.base.split)
     if stages == len(base.names):
-        yield LeftOut("another split", f"the model has {stages} layers, one for each stage")
+        yield LeftOut("another split", f"the model has {counted(stages, 'layer')}, one for each stage")
         return
     wanted = {
         even(base, stages): "as even as the measured layers allow",

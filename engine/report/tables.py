@@ -31,5 +31,10 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def counted(number: int, noun: str) -> str:
+    """1 rank, 2 ranks, 3 micro-batches."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
+
+
 def milliseconds(seconds: float, digits: int = 1) -> str:
     return f"{seconds * 1e3:.{digits}f} ms"

@@ -185,10 +185,11 @@ class Predictor:
 
     def _replay(self, scenario: Scenario, program: Program) -> Replay:
         raw = self.base.raw
-        reduced = raw["reduced"] or program.placement.copies > 1
+        reduced = self.base.reduces(program)
         key = scenario.schedule, tuple(scenario.options.items()), scenario.microbatches
         if key not in self._replays:
-            self._replays[key] = Replay(program, raw["replicas"], reduced, raw["normed"])
+            gathered = reduced and raw["gathered"]
+            self._replays[key] = Replay(program, raw["replicas"], reduced, raw["normed"], gathered)
         return self._replays[key]
 
     def _rows(self, program: Program) -> list[int]:
@@ -275,10 +276,11 @@ class Predictor:
         had = held(own, cut_of(base, own.stages, base.split).parts @ base.parameters)
         wanted = held(program.placement, cut.parts @ base.parameters)
         step = update * wanted / (had.sum() * raw["replicas"]) if had.sum() else np.full(raw["ranks"], update / world)
-        reduce = self._by_parameters(np.array(raw["reduce"]))
+        reduce, gather = (self._by_parameters(np.array(raw[name])) for name in ("reduce", "gather"))
         return {
             "loaded": np.tile(load, (raw["replicas"], 1)),
             "reduce": cut.parts @ reduce,
+            "gather": cut.parts @ gather,
             "count": raw["count"],
             "norm": np.array(raw["norm"]),
             "step": np.tile(step, raw["replicas"]),
@@ -300,8 +302,12 @@ class Predictor:
             notes.append("a backward is cut in equal halves: no run given has one in halves")
         if cut.split is None:
             notes.append("each layer is cut in equal parts")
-        if program.placement.copies > 1 and not base.raw["reduced"]:
+        copies, measured = program.placement.copies, self.program(self.own).placement.copies
+        if base.reduces(program) and not base.raw["reduced"]:
             notes.append("without the reduction between its two copies, which this run does not have")
+        elif base.reduces(program) and copies != measured:
+            holders = base.raw["replicas"] * copies, base.raw["replicas"] * measured
+            notes.append("reductions among {} ranks as long as they were among {}".format(*holders))
         rows = self._rows(program)
         if scenario.microbatches != base.raw["microbatches"] and not (
             self.sizes[0] <= min(rows) and max(rows) <= self.sizes[-1]
