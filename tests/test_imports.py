@@ -31,7 +31,7 @@ ALLOWED = {
         "engine.targets",
     },
     "engine.distributed": {"engine.collectives", "engine.runtime.environment", "engine.runtime.transport"},
-    "engine.report": {"engine.job", "engine.plan", "engine.records", "engine.settings"},
+    "engine.report": {"engine.console", "engine.job", "engine.plan", "engine.records", "engine.settings"},
     "engine.tab": {"engine.plan", "engine.report"},  # what TensorBoard loads: the report's view of event files
     "engine.config": {"engine.plan", "engine.settings", "engine.runtime.environment"},
     "engine.complaints": {"engine.arguments", "engine.config"},

@@ -14,6 +14,7 @@ import recorded
 from command import Engine
 from finished import MS, finished, job_of
 
+from engine.plan.text import to_csv
 from engine.report.__main__ import main
 
 ROOT = Path(__file__).parents[1]
@@ -119,6 +120,8 @@ def test_folders_without_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture
     summary = json.loads((run / "summary.json").read_text())
     (run / "summary.json").write_text(json.dumps(summary | {"asynchronous": {}, "schedule": "pipedream"}))
     assert "asynchronous (schedule pipedream)" in refused([str(run)], capsys)
+    (run / "summary.json").write_text(json.dumps(summary | {"data_parallel": {"mode": "async"}}))
+    assert "asynchronous replicas (data_parallel.mode=async)" in refused([str(run)], capsys)
     old = finished(tmp_path / "old")
     (old / "costs.json").write_text('{"version": 0}')
     assert "has version 0" in refused([str(old)], capsys)
@@ -194,3 +197,60 @@ def test_a_real_run_answers(engine: Engine) -> None:
     assert found["baseline"]["step"] > 4 * computed / 2  # four micro-batches on two ranks
     assert found["baseline"]["memory"] == pytest.approx(found["measured"]["memory"], rel=0.05)
     assert predicted["naive"]["step"] > found["baseline"]["step"]
+
+
+def test_a_real_run_with_a_divided_optimizer_answers(engine: Engine) -> None:
+    """Parameters arrive late: that is in its costs, and in what is predicted of itself."""
+    keys = ["model=mlp", "data=synthetic", "launch=threads", "pipeline.ranks=1", "data_parallel.replicas=2"]
+    late = ["shard_optimizer=true", "delay.links=[[0,1,20],[1,0,20]]", "threads_per_worker=1"]
+    done = engine(*keys, *late, "train.steps=4", "eval.every=0", "hydra.run.dir=run")
+    assert done.code == 0, done.err
+    costs = json.loads(Path("run/costs.json").read_text())
+    assert costs["gathered"] and costs["gather"][0] >= 0.02 and costs["threads"] == 1
+    assert main(["run", "--json", "answer.json", "--schedule", "gpipe"]) == 0
+    found = json.loads(Path("answer.json").read_text())
+    assert found["baseline"]["step"] > costs["reduce"][0] + costs["gather"][0]
+    assert found["baseline"]["memory"] == pytest.approx(found["measured"]["memory"], rel=1e-3)
+
+
+def test_workers_with_other_threads_compute_at_another_pace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = finished(tmp_path / "1", threads_per_worker=None), finished(tmp_path / "2", threads_per_worker=4)
+    assert main([str(one), str(two)]) == 0  # however they came to be as many
+    capsys.readouterr()
+    costs = json.loads((two / "costs.json").read_text())
+    (two / "costs.json").write_text(json.dumps(costs | {"threads": 4}))
+    (one / "costs.json").write_text(json.dumps(costs | {"threads": 2}))
+    assert "its workers have other threads (4 instead of 2)" in refused([str(one), str(two)], capsys)
+
+
+def test_a_program_from_a_file_is_read_from_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file that the run was given may be gone, or have changed."""
+    of = job_of("1f1b", 2, 4)
+    folder = finished(tmp_path / "run", of)
+    (folder / "program.csv").write_text(to_csv(of.compute))
+    costs = json.loads((folder / "costs.json").read_text())
+    given = {"schedule": "csv", "options": {"path": "gone.csv"}}
+    (folder / "costs.json").write_text(json.dumps(costs | given))
+    assert main([str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"{folder}: csv, 2 ranks, 4 micro-batches; ") and "(+0.0 %)" in said
+    assert "schedule=gpipe" in said
+
+
+@pytest.mark.parametrize("lacking", ["layers", "duration", "ranks"])
+def test_costs_that_are_not_whole_are_refused(lacking: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = finished(tmp_path / "run")
+    costs = json.loads((folder / "costs.json").read_text())
+    del costs[lacking]
+    (folder / "costs.json").write_text(json.dumps(costs))
+    assert f"{folder} are not those of a whole run" in refused([str(folder)], capsys)
+    (folder / "summary.json").write_text('{"status": "completed"}')
+    assert "are not those of a whole run" in refused([str(folder)], capsys)
+
+
+@pytest.mark.process
+def test_its_reader_may_go(tmp_path: Path) -> None:
+    folder = finished(tmp_path / "run")
+    command = f"set -o pipefail; {sys.executable} -m engine.report {folder} | true"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

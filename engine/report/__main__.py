@@ -20,19 +20,25 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from engine.console import forgiving
 from engine.report.compare import PAGE, write_comparison
 from engine.report.files import UnwritableError, write_json
 from engine.report.measured import Measured, differs, read, siblings
 from engine.report.scenarios import Answer, answer, asked, usual
 from engine.report.sweep.rows import is_sweep
-from engine.report.tables import milliseconds, percent, size, table
+from engine.report.tables import counted, milliseconds, percent, size, table
 from engine.report.whatif import Prediction, Predictor
 
 REFUSED = 2  # exit code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the answer; returns the exit code."""
+    """Print the answer, also to a reader who goes before its end; returns the exit code."""
+    with forgiving():
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     given = _parser().parse_args(arguments)
     try:
         asking = given.schedule or given.microbatches or given.split or given.json
@@ -50,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(text(predictor, found))
         if given.json:
             write_json(given.json, content(predictor, found))
-    except (ValueError, UnwritableError) as error:
+    except (ValueError, OSError, UnwritableError) as error:
         print(f"error: {error}", file=sys.stderr)
         return REFUSED
     return 0
@@ -92,7 +98,7 @@ def text(predictor: Predictor, found: Answer) -> str:
     """The answer for a terminal."""
     base, measured = predictor.base, predictor.base.step_time
     raw = base.raw
-    sizes = f"{raw['ranks']} ranks, {raw['microbatches']} micro-batches"
+    sizes = f"{counted(raw['ranks'], 'rank')}, {counted(raw['microbatches'], 'micro-batch')}"
     error = found.baseline.step / measured - 1
     said = f"{milliseconds(measured)} per step measured, {milliseconds(found.baseline.step)} predicted"
     parts = [f"{base.folder}: {raw['schedule']}, {sizes}; {said} ({100 * error:+.1f} %)"]

@@ -135,7 +135,8 @@ def closing(job: Job, summary: dict[str, Any], bubbles: Bubbles | None, cause: s
         ]
     folder = shlex.quote(str(run_dir))
     commands = [f"{_tensorboard()} --logdir {folder}"]
-    if bubbles is not None and bubbles.waterfall is not None:
+    predictable = summary["status"] != "failed" and not pushes(summary)
+    if predictable and bubbles is not None and bubbles.waterfall is not None:
         commands.insert(0, f"{_python()} -m engine.report {folder}  # what other configurations would take")
     return "\n\n".join([*parts, "\n".join(commands)])
 
