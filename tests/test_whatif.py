@@ -222,12 +222,19 @@ def test_halves_are_equal_until_a_run_has_measured_them() -> None:
     base = ran("1f1b", 2, 4)
     alone = Predictor(base)
     assert any("equal halves" in note for note in alone.predict(Scenario("", "zb_h1", {}, 4)).notes)
-    halved = ran("zb_h1", 2, 4)
-    layers = halved.layers.copy()
-    layers[:, 2], layers[:, 3] = 3e-4, 1e-4
-    known = Predictor(base, [replace(halved, layers=layers, measured=np.array([True, False, True, True]))])
-    assert known.layers[0, 2] == pytest.approx(0.75 * base.layers[0, 1])
-    assert not known.predict(Scenario("", "zb_h1", {}, 4)).notes
+    for microbatches in (4, 8):
+        halved = ran("zb_h1", 2, microbatches)
+        layers = halved.layers.copy()
+        layers[:, 0], layers[:, 2], layers[:, 3] = 2e-4, 3e-4, 1e-4
+        known = Predictor(base, [replace(halved, layers=layers, measured=np.array([True, False, True, True]))])
+        found, whole = known.layers(halved=True), known.layers(halved=False)
+        if microbatches == 4:  # micro-batches of the same size: as it was there
+            assert (found == layers).all()
+        else:
+            assert found[0, 2] == pytest.approx(0.75 * base.layers[0, 1])
+            assert (found[0, :2] == base.layers[0, :2]).all()
+        assert (whole == base.layers).all()
+        assert not [note for note in known.predict(Scenario("", "zb_h1", {}, 4)).notes if "equal halves" in note]
 
 
 def test_replicas_wait_for_the_slow_one() -> None:

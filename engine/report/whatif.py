@@ -21,6 +21,7 @@ import numpy as np
 
 from engine.plan.actions import COMPUTE, Op, Program
 from engine.plan.dependencies import Flat
+from engine.plan.features import SPLIT, features
 from engine.plan.schedules import build
 from engine.report.cuts import Cut, cut_of, held, memory
 from engine.report.fits import FIXED, PROPORTIONAL, Line, fit, telling
@@ -103,15 +104,21 @@ class Predictor:
         points = [point for run in self.runs for point in _messages(run)]
         return fit(points) if points else None
 
-    @cached_property
-    def layers(self) -> Floats:
-        """[R, 4, L]: the run's layers; a backward cut as another run's, where this one has none in halves."""
+    def layers(self, halved: bool) -> Floats:
+        """[R, 4, L]: what the layers cost with backwards in halves, or whole. Cutting costs something (the forward's
+        operations are routed), so where the base does it the other way, a run that did it like this says what of it
+        belongs to each kind: as it was, for micro-batches of the same size, else in proportion."""
         found = self.base.layers.copy()
-        if not self.base.measured[Op.I]:
-            known = [run.layers.mean(axis=(0, 2)) for run in self.others if run.measured[Op.I]]
-            if known:
-                part = float(np.mean([each[Op.I] / (each[Op.I] + each[Op.W]) for each in known]))
-                found[:, Op.I], found[:, Op.W] = part * found[:, Op.B], (1 - part) * found[:, Op.B]
+        known = [run for run in self.others if bool(run.measured[Op.I]) == halved]
+        if bool(self.base.measured[Op.I]) == halved or not known:
+            return found
+        alike = [run.layers.mean(axis=0) for run in known if run.rows == self.base.rows]
+        if alike:
+            found[:] = np.mean(alike, axis=0)
+        elif halved:
+            each = np.array([run.layers.mean(axis=(0, 2)) for run in known])
+            part = float(np.mean(each[:, Op.I] / (each[:, Op.I] + each[:, Op.W])))
+            found[:, Op.I], found[:, Op.W] = part * found[:, Op.B], (1 - part) * found[:, Op.B]
         return found
 
     @cached_property
@@ -202,8 +209,9 @@ class Predictor:
         """[R, 4, S, M] in seconds, as is usual."""
         base, rows = self.base, self._rows(program)
         table = np.zeros((base.raw["replicas"], len(COMPUTE), program.stages, program.microbatches))
+        measured = self.layers(SPLIT in features(program))
         for size in sorted(set(rows)):
-            layers = self.layers.copy()
+            layers = measured.copy()
             if lines is not None:
                 for op in COMPUTE:
                     line = lines[0 if op is Op.F else 1]
@@ -297,9 +305,9 @@ class Predictor:
     def _notes(self, scenario: Scenario, program: Program, cut: Cut) -> tuple[str, ...]:
         """What the prediction had to assume."""
         base, notes = self.base, []
-        ops = {int(op) for row in program.rows for op in np.unique(row >> 56)}
-        if ops & {Op.I, Op.W} and not self.halves_known:
-            notes.append("a backward is cut in equal halves: no run given has one in halves")
+        halved = SPLIT in features(program)
+        if halved and not self.halves_known:
+            notes.append("a backward is cut in equal halves, at no cost: no run given has one in halves")
         if cut.split is None:
             notes.append("each layer is cut in equal parts")
         copies, measured = program.placement.copies, self.program(self.own).placement.copies

@@ -81,7 +81,10 @@ CASES = {
         schedules=("interleaved_1f1b", "zb_v"),
     ),
     "gpt schedules": Case(
-        (*_GPT, "schedule=1f1b", "pipeline.microbatches=4"), schedules=("gpipe", "zb_h1", "interleaved_1f1b")
+        (*_GPT, "schedule=1f1b", "pipeline.microbatches=4"), schedules=("gpipe", "interleaved_1f1b")
+    ),
+    "gpt halves": Case(
+        (*_GPT, "schedule=1f1b", "pipeline.microbatches=4"), schedules=("zb_h2", "zb_v"), beside=(("schedule=zb_h1",),)
     ),
     "gpt micro-batches": Case(
         (*_GPT, "schedule=1f1b", "pipeline.microbatches=4"), microbatches=(8,), beside=(("pipeline.microbatches=2",),)
