@@ -349,7 +349,7 @@ def test_a_rank_that_stays_away_is_named_with_the_tensors(caplog: pytest.LogCapt
     ("change", "message"),
     [
         ({"op": "max"}, "op=max: there is mean, sum"),
-        ({"backward_passes_per_step": 0}, "backward_passes_per_step=0 must be at least 1"),
+        ({"backward_passes_per_step": 0}, "backward_passes_per_step=0 must be a whole number"),
         ({"named_parameters": []}, "leaves out 6 of the optimizer's 6 parameters, first group0.0"),
         ({"named_parameters": [("w", nn.Parameter(torch.zeros(1)))] * 2}, "names w twice"),
     ],

@@ -11,7 +11,11 @@ import torch
 from test_distributed import DATA, built, on_ranks, sgd
 from torch import Tensor, nn
 
-from engine.distributed import DistributedOptimizer, World
+from engine.distributed import (
+    Compression,
+    DistributedOptimizer,
+    World,
+)
 
 Made = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -225,3 +229,43 @@ def test_a_rank_that_ends_early_is_missed_at_once_with_what_to_do() -> None:
 
     said = on_ranks(2, main)[0]
     assert "missing: rank 1, not in step 0. Out of samples before the others? Then join() first." in said
+
+
+# -- dtypes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compression", Compression)
+@pytest.mark.parametrize(
+    ("dtype", "gradients", "mean"),
+    [
+        (torch.complex64, (1 + 2j, 3 - 2j, 5 + 0j), 3 + 0j),
+        (torch.complex128, (1j, 2j, 3j), 2j),
+        (torch.float16, (40000.0, 60000.0, 50000.0), 50000.0),  # the sum is beyond what fp16 holds
+        (torch.bfloat16, (3e38, -3e38, 0.0), 0.0),
+        (torch.float64, (1.0, 2.0, 3.0), 2.0),
+    ],
+)
+def test_the_mean_of_parameters_of_every_dtype(
+    compression: Compression, dtype: torch.dtype, gradients: tuple[complex, ...], mean: complex
+) -> None:
+    def main(world: World) -> tuple[Tensor, Tensor]:
+        p = nn.Parameter(torch.zeros(3, dtype=dtype))
+        optimizer = DistributedOptimizer(torch.optim.SGD([p], lr=1.0), compression=compression, world=world)
+        p.grad = torch.full((3,), gradients[world.rank], dtype=dtype)
+        optimizer.step()
+        whole = p.detach().clone()
+        if world.rank:  # the mean is one over those that still have samples
+            optimizer.join()
+        else:
+            p.grad = torch.full((3,), gradients[0], dtype=dtype)
+            optimizer.step()
+            optimizer.join()
+        return whole, p.detach() - whole
+
+    eps = max(torch.finfo(dtype).eps, 0 if compression.dtype is None else torch.finfo(compression.dtype).eps)
+    for whole, alone in on_ranks(3, main):
+        torch.testing.assert_close(whole, torch.full((3,), -mean, dtype=dtype), rtol=4 * eps, atol=4 * eps)
+        if abs(gradients[0]) < 1e4:  # elsewhere the difference of two halves has few digits left
+            torch.testing.assert_close(
+                alone, torch.full((3,), -gradients[0], dtype=dtype), rtol=16 * eps, atol=16 * eps
+            )

@@ -2,7 +2,7 @@
 
     Sum     one all-reduce of the whole bucket
     Mean    the same, then divided by how many members took part; or, compressed, two: the head, then the gradients
-            in half precision (see `compression`)
+            in half precision (see `compression`). fp16, whose sums soon leave its range, is divided before
 
 Both leave the same bits on every member.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from engine.collectives.base import Collective
@@ -66,6 +67,9 @@ class Mean:
         head, data = flat[: bucket.head], flat[bucket.head :]
         head[: self.marks] = 0
         head[mine] = float(self.takes_part)
+        narrow = self._average and flat.dtype is torch.float16
+        if narrow:
+            data.div_(size)
         wire = self._compression.dtype
         if wire is None or not data.is_floating_point() or data.element_size() <= wire.itemsize:
             self._collective.all_reduce(flat)
@@ -76,9 +80,12 @@ class Mean:
             head[size + mine] = data.abs().max() if data.numel() else 0
             self._collective.all_reduce(head)
             self._half(feedback, data, scale_for(float(head[size : 2 * size].max()), size))
-        self.present = [mark > 0 for mark in head[:size].tolist()]
-        if self._average:
-            data.div_(max(1, sum(self.present)))
+        self.present = [mark != 0 for mark in head[:size].tolist()]
+        present = max(1, sum(self.present))
+        if narrow and present < size:
+            data.mul_(size / present)
+        elif self._average and not narrow:
+            data.div_(present)
 
     def _half(self, feedback: Feedback, data: Tensor, scale: float | None) -> None:
         sent = feedback.rounded(data, scale)

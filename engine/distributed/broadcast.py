@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.collectives import Group, broadcast
@@ -22,11 +22,8 @@ def broadcast_parameters(params: Named, root_rank: int = 0, world: World | None 
 
     ValueError on all ranks where their names, shapes or dtypes differ.
     """
+    items = named_pairs("params", params.items() if isinstance(params, Mapping) else params)
     group = (world or current()).group
-    items = list(params.items() if isinstance(params, Mapping) else params)
-    for name, value in items:
-        if not isinstance(value, Tensor):
-            raise ValueError(f"{name} is a {type(value).__name__}, not a tensor; leave it out")
     words = [f"{name} {tuple(value.shape)} {value.dtype}" for name, value in items]
     require_alike(group.collective, [f"from rank {root_rank}", *words], "all ranks must pass the same", "tensors")
     for _, value in items:
@@ -40,7 +37,7 @@ def broadcast_parameters(params: Named, root_rank: int = 0, world: World | None 
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, world: World | None = None) -> None:
     """Load the state of `root_rank`'s optimizer into everybody's: momenta, step counts, learning rates, all of it.
 
-    The others need not have any state yet. ValueError where the optimizer's state is more than plain data.
+    The others need not have any state yet. ValueError on all ranks where the optimizer's state is more than plain data.
     """
     group = (world or current()).group
     state = broadcast_value(optimizer.state_dict() if group.rank == root_rank else None, root_rank, group)
@@ -48,10 +45,30 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, world: W
         optimizer.load_state_dict(state)
 
 
+def named_pairs(argument: str, given: Any) -> list[tuple[str, Any]]:
+    """The (name, tensor) pairs of an argument; ValueError where it is anything else."""
+    items = list(given) if isinstance(given, Iterable) and not isinstance(given, Tensor | nn.Module) else [given]
+    for item in items:
+        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
+            raise ValueError(
+                f"{argument} holds a {type(item).__name__} where a pair of name and tensor is needed: "
+                "pass model.named_parameters() or model.state_dict().items()"
+            )
+        if not isinstance(item[1], Tensor):
+            raise ValueError(f"{argument}: {item[0]} is a {type(item[1]).__name__}, not a tensor; leave it out")
+    return items
+
+
 def broadcast_value(value: Any, root_rank: int, group: Group) -> Any:
     """Nested plain data (see `nested`) of the root, on everybody; what the others pass does not matter."""
     device = group.peers.transport.device
-    data = pack(value) if group.rank == root_rank else b""
+    data, complaint = b"", group.stranger("root_rank", root_rank)
+    if group.rank == root_rank:
+        try:
+            data = pack(value)
+        except ValueError as error:
+            complaint = str(error)
+    group.agree(f"plain data from rank {root_rank}", complaint)
     length = torch.tensor([len(data)], device=device)
     broadcast(length, root_rank, group=group)
     raw = torch.empty(int(length), dtype=torch.uint8)

@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from engine.collectives.alike import require_alike
 from engine.collectives.buckets import Reducer
 from engine.collectives.combine import Mean
 from engine.collectives.compression import Compression
 from engine.collectives.watch import Watch
-from engine.distributed.broadcast import broadcast_optimizer_state, broadcast_parameters
+from engine.distributed.broadcast import broadcast_optimizer_state, broadcast_parameters, named_pairs
 from engine.distributed.roll_call import RollCall
 from engine.distributed.world import World, current
 from engine.runtime.transport import PeerError
@@ -31,6 +34,7 @@ from engine.runtime.transport import PeerError
 BUCKET_BYTES = 25 * 2**20
 OPS = ("mean", "sum")
 _log = logging.getLogger("engine.distributed")
+_latest: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameter -> its Synchronizer, by a weak reference
 
 
 def DistributedOptimizer(  # noqa: N802  # the name it has in Horovod
@@ -47,12 +51,21 @@ def DistributedOptimizer(  # noqa: N802  # the name it has in Horovod
 
     `backward_passes_per_step`: how many backwards add to the gradients before they are reduced. `op`: mean or sum over
     the ranks. ValueError where the names do not cover the optimizer's parameters, for LBFGS, and on all ranks where the
-    parameters differ.
+    parameters, `op` or `compression` differ. Parameters belong to the latest that was made for any of them: an earlier
+    one's step is an error from then on.
     """
-    if backward_passes_per_step < 1:
-        raise ValueError(f"backward_passes_per_step={backward_passes_per_step} must be at least 1")
+    for name, number in (("backward_passes_per_step", backward_passes_per_step), ("bucket_bytes", bucket_bytes)):
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name}={number!r} must be a whole number, at least 1")
     if op not in OPS:
         raise ValueError(f"op={op}: there is {', '.join(OPS)}")
+    if not isinstance(compression, Compression):
+        kinds = ", ".join(f"Compression.{kind.name}" for kind in Compression)
+        raise ValueError(f"compression={compression!r}: there is {kinds}")
+    if isinstance(optimizer, _Steps):
+        raise ValueError(
+            f"this optimizer is a {type(optimizer).__name__} already: wrap torch's own optimizer, and once"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS decides by its loss how often it evaluates the closure, and every rank has a loss of its own: "
@@ -74,7 +87,7 @@ def _named(
     """The optimizer's own parameters under their names, in the order in which they were named."""
     groups = enumerate(optimizer.param_groups)
     own = [(f"group{g}.{i}", p) for g, group in groups for i, p in enumerate(group["params"])]
-    named = own if named_parameters is None else list(named_parameters)
+    named = own if named_parameters is None else named_pairs("named_parameters", named_parameters)
     names = [name for name, _ in named]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -105,9 +118,13 @@ class Synchronizer:
     ) -> None:
         self.world, self.named = world, named
         self.done = False  # whether the gradients are those of all ranks
+        self.succeeded = False  # whether a later one listens to some of the parameters
         self._known = {id(p) for _, p in named}
         self._passes = passes
         ring = world.ring()
+        how = f"op={op}, compression={compression.name}"
+        require_alike(ring, [how], "all ranks must reduce alike", "settings")
+        self._take_over()
         self.combine = Mean(ring, compression, average=op == "mean")
         self.reducer = Reducer(named, ring, bucket_bytes, combine=self.combine)
         names = [[name for name, _ in bucket.named] for bucket in self.reducer.buckets]
@@ -115,7 +132,21 @@ class Synchronizer:
         self._step = 0
         self.combine.begin = lambda bucket: self._calls.arrive(self._step, bucket)
         self._watch = Watch([p for _, p in self.reducer.named], self.added)
+        for _, p in named:
+            _latest[p] = weakref.ref(self)
         self._begin()
+
+    def _take_over(self) -> None:
+        """Two that listen to one gradient would both reduce it: earlier ones over these parameters end here."""
+        found = [_latest[p]() for _, p in self.named if p in _latest]
+        for earlier in {id(each): each for each in found if each is not None}.values():
+            if earlier.begun:
+                raise ValueError(
+                    "gradients of an earlier DistributedOptimizer over the same parameters are on their way: "
+                    "call its step() or zero_grad() first"
+                )
+            earlier.succeeded = True
+            earlier._watch.close()
 
     def added(self, number: int) -> None:
         """A backward has added to the gradient of a parameter."""
@@ -135,6 +166,8 @@ class Synchronizer:
 
         RuntimeError with the same line where the wait has to be given up.
         """
+        if self.succeeded:
+            raise RuntimeError("a later DistributedOptimizer was made for these parameters: step with that one")
         self.reducer.launch()
         start, patience = time.monotonic(), self.world.patience_s
         while True:
@@ -177,8 +210,10 @@ class _Steps:
     _sync: Synchronizer
 
     def synchronize(self) -> None:
-        """Make the gradients those of all ranks now, to clip or unscale them; `step` will not do it again."""
-        self._sync.run()
+        """Make the gradients those of all ranks now, to clip or unscale them; neither `step` nor another call does it
+        again before the next backward."""
+        if not self._sync.done:
+            self._sync.run()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Reduce the gradients, unless `synchronize` has, then step.

@@ -47,6 +47,8 @@ class World:
 
 
 _world: World | None = None
+_launcher: Any = None  # the launcher's store: met once, whatever is opened and closed over it
+_joinings = 0  # all ranks join equally often, and each time under keys of its own
 
 
 def init(timeout_s: float = TIMEOUT_S, patience_s: float = PATIENCE_S, device: str = "auto") -> World:
@@ -89,13 +91,17 @@ def size() -> int:
 
 
 def _store(timeout_s: float) -> Any:
+    global _launcher, _joinings  # noqa: PLW0603
     if not joined():
         return HashStore()
     from torch.distributed.rendezvous import rendezvous
 
-    number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    found = next(rendezvous("env://", number, count, timeout=timedelta(seconds=timeout_s)))
-    return PrefixStore("engine/distributed", found[0])
+    number, count, limit = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout_s)
+    if _launcher is None:
+        _launcher = next(rendezvous("env://", number, count, timeout=limit))[0]
+    _launcher.set_timeout(limit)
+    _joinings += 1
+    return PrefixStore(f"engine/distributed{_joinings}", _launcher)
 
 
 def _transport(store: Store, timeout_s: float, device: str) -> Transport:
