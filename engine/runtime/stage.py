@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -240,6 +240,11 @@ class Stage:
     def largest(self) -> int:
         """Samples of the largest micro-batch so far; 0 before the first."""
         return max(self._saved, default=0)
+
+    @cached_property
+    def parameter_bytes(self) -> dict[int, int]:
+        """A layer's number -> bytes of its parameters."""
+        return {layer.number: sum(p.nbytes for p in layer.module.parameters()) for layer in self.layers}
 
     def saved_by_layer(self) -> dict[int, int]:
         """A layer's number -> bytes that the largest micro-batch so far left there; beyond the last one the loss."""

@@ -247,7 +247,7 @@ class Worker:
         rows = []
         for stage in self.stages.values() if lasted else ():
             kept = stage.saved_by_layer()
-            own = {layer.number: sum(p.nbytes for p in layer.module.parameters()) for layer in stage.layers}
+            own = stage.parameter_bytes
             rows += [[n, lasted.get(n, 0), kept.get(n, 0), own.get(n, 0)] for n in sorted({*own, *kept})]
         return np.array(rows, dtype=np.int64).reshape(-1, LAYER_COLUMNS)
 
