@@ -58,6 +58,24 @@ def test_one_thing_can_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "zb_h1" not in said
 
 
+def test_a_run_that_is_not_met_is_said_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = finished(tmp_path / "run")
+    measured = json.loads((folder / "summary.json").read_text())
+    for times, said in ((1.1, False), (1.3, True), (0.8, True)):
+        seconds = measured["step_time"]["median"] * times
+        (folder / "summary.json").write_text(json.dumps(measured | {"step_time": {"median": seconds}}))
+        assert main([str(folder)]) == 0
+        assert ("This run itself is not met" in capsys.readouterr().out) is said
+
+
+def test_a_run_given_twice_is_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = (finished(tmp_path / str(m), job_of("gpipe", 2, m)) for m in (4, 8))
+    assert main([str(one), str(two), str(one), str(two)]) == 0
+    assert f"With the costs of {two}. " in capsys.readouterr().out
+    assert main([str(one), str(one), "--split", " block1 "]) == 0
+    assert "With the costs of" not in capsys.readouterr().out
+
+
 def test_another_run_tells_the_size_of_micro_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = (finished(tmp_path / str(m), job_of("gpipe", 2, m)) for m in (4, 8))
     assert main([str(one)]) == 0

@@ -30,6 +30,7 @@ from engine.report.tables import counted, milliseconds, percent, size, table
 from engine.report.whatif import Prediction, Predictor
 
 REFUSED = 2  # exit code
+MISSED = 0.15  # of the measured step; a prediction of the run itself that is further off is said to be
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +50,8 @@ def _main(arguments: Sequence[str] | None) -> int:
         predictor = Predictor(base, others)
         named = given.schedule or given.microbatches or given.split
         if named:
-            wanted = asked(predictor, given.schedule, given.microbatches, [each.split(",") for each in given.split])
+            splits = [[name.strip() for name in each.split(",")] for each in given.split]
+            wanted = asked(predictor, given.schedule, given.microbatches, splits)
         else:
             wanted = usual(predictor)
         found = answer(predictor, wanted)
@@ -86,12 +88,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _runs(folders: Sequence[Path]) -> tuple[Measured, list[Measured]]:
     """The run that is asked about, and the ones that know more of its model."""
-    base, *others = (read(folder) for folder in folders)
+    once = {folder.resolve(): folder for folder in folders}
+    base, *others = map(read, once.values())
     for other in others:
         if (difference := differs(base, other)) is not None:
             raise ValueError(f"{other.folder} says nothing of {base.folder}: {difference}")
-    named = {folder.resolve() for folder in folders}
-    return base, others + [run for run in siblings(base) if run.folder.resolve() not in named]
+    return base, others + [run for run in siblings(base) if run.folder.resolve() not in once]
 
 
 def text(predictor: Predictor, found: Answer) -> str:
@@ -102,6 +104,12 @@ def text(predictor: Predictor, found: Answer) -> str:
     error = found.baseline.step / measured - 1
     said = f"{milliseconds(measured)} per step measured, {milliseconds(found.baseline.step)} predicted"
     parts = [f"{base.folder}: {raw['schedule']}, {sizes}; {said} ({100 * error:+.1f} %)"]
+    if abs(error) > MISSED:
+        parts.append(
+            "This run itself is not met by what is predicted of it, and other configurations will not be met better: "
+            "its medians do not tell its steps. Run it longer, on a machine that does nothing else, or with more to "
+            "compute in each micro-batch."
+        )
     rows = ", ".join(f"{each:g}" for each in predictor.sizes)
     if predictor.others:
         listed = ", ".join(str(run.folder) for run in predictor.others)
