@@ -8,6 +8,7 @@ What is sent to a member is known only to the pair, so a checked call compares t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -15,9 +16,10 @@ from torch import Tensor
 from engine.collectives.group import Group
 from engine.collectives.many_to_many import all_gather
 from engine.collectives.peers import wait_all
-from engine.collectives.tensors import dense, described, give_back, name
+from engine.collectives.tensors import dense, described, give_back, name, own_mode
 
 
+@own_mode
 def all_to_all(output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], *, group: Group) -> None:
     """Send the k-th input to the k-th member, receive its part for us into the k-th output; sizes may all differ."""
     tensors = [*output_tensor_list, *input_tensor_list]
@@ -32,6 +34,7 @@ def all_to_all(output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence
         give_back(each, part)
 
 
+@own_mode
 def all_to_all_single(
     output: Tensor,
     input: Tensor,  # noqa: A002
@@ -54,8 +57,8 @@ def _split(what: str, tensor: Tensor, sizes: Sequence[int] | None, count: int) -
         if rows % count:
             return [], f"{what} has {rows} rows, not a multiple of {count}: give {what}_split_sizes"
         sizes = [rows // count] * count
-    if len(sizes) != count or sum(sizes) != rows or min(sizes) < 0:
-        return [], f"{what}_split_sizes={list(sizes)} must be {count} numbers that add up to {rows}"
+    if not all(isinstance(size, Integral) and size >= 0 for size in sizes) or (len(sizes), sum(sizes)) != (count, rows):
+        return [], f"{what}_split_sizes={list(sizes)} must be {count} whole numbers that add up to {rows}"
     return list(tensor.split(list(sizes))), None
 
 

@@ -39,6 +39,8 @@ class Group:
     ) -> None:
         if transport.rank not in members:
             raise ValueError(f"group {label}: rank {transport.rank} is none of its members {list(members)}")
+        if len(set(members)) < len(members):
+            raise ValueError(f"group {label}: its members {list(members)} name a rank twice")
         self.members, self.label, self.checked = tuple(members), label, checked
         self.collective = algorithm(transport, members, label)
         self.peers: Peers = self.collective.peers

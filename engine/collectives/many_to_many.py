@@ -18,22 +18,24 @@ from torch import Tensor
 
 from engine.collectives.agree import agree
 from engine.collectives.group import Group
-from engine.collectives.ops import ReduceOp
+from engine.collectives.ops import ReduceOp, refusal, word
 from engine.collectives.peers import wait_all
-from engine.collectives.tensors import dense, described, described_all, give_back
+from engine.collectives.tensors import dense, described, described_all, give_back, own_mode
 
 HALF = (torch.float16, torch.bfloat16)
 
 
+@own_mode
 def all_reduce(tensor: Tensor, op: ReduceOp = ReduceOp.SUM, *, group: Group) -> None:
     """Combine everybody's `tensor`, in place, on everybody: bitwise the same on all of them."""
-    call = f"all_reduce of {described(tensor)}, {op.value}, by {group.collective.algorithm}"
-    group.agree(call, op.refusal(tensor.dtype))
+    call = f"all_reduce of {described(tensor)}, {word(op)}, by {group.collective.algorithm}"
+    group.agree(call, refusal(op, tensor.dtype))
     flat = dense(tensor)
     group.collective.all_reduce(flat, op)
     give_back(tensor, flat)
 
 
+@own_mode
 def all_gather(tensor_list: Sequence[Tensor], tensor: Tensor, *, group: Group) -> None:
     """Copy the k-th member's `tensor` into the k-th of everybody's list. Members' shapes may differ."""
     complaint = _list_complaint("tensor_list", tensor_list, tensor, group)
@@ -47,6 +49,7 @@ def all_gather(tensor_list: Sequence[Tensor], tensor: Tensor, *, group: Group) -
         give_back(each, part)
 
 
+@own_mode
 def all_gather_into_tensor(output_tensor: Tensor, input_tensor: Tensor, *, group: Group) -> None:
     """Everybody's `input_tensor`, one behind the other: concatenated or stacked, as `output_tensor` is shaped."""
     complaint = _whole_complaint(output_tensor, input_tensor, "output_tensor", "input_tensor", group)
@@ -60,20 +63,23 @@ def all_gather_into_tensor(output_tensor: Tensor, input_tensor: Tensor, *, group
     give_back(output_tensor, flat)
 
 
+@own_mode
 def reduce_scatter(output: Tensor, input_list: Sequence[Tensor], op: ReduceOp = ReduceOp.SUM, *, group: Group) -> None:
     """Combine everybody's k-th input into the `output` of the k-th member. Inputs may differ in shape."""
-    complaint = _list_complaint("input_list", input_list, output, group) or op.refusal(output.dtype)
-    group.agree(f"reduce_scatter of {described_all(input_list)}, {op.value}", complaint)
+    complaint = _list_complaint("input_list", input_list, output, group) or refusal(op, output.dtype)
+    group.agree(f"reduce_scatter of {described_all(input_list)}, {word(op)}", complaint)
     _reduce_scatter(output, [dense(each) for each in input_list], op, group)
 
 
+@own_mode
 def reduce_scatter_tensor(output: Tensor, input: Tensor, op: ReduceOp = ReduceOp.SUM, *, group: Group) -> None:  # noqa: A002
     """Combine everybody's `input`, and keep the k-th of N equal parts on the k-th member."""
-    complaint = _whole_complaint(input, output, "input", "output", group) or op.refusal(output.dtype)
-    group.agree(f"reduce_scatter_tensor of {described(input)}, {op.value}", complaint)
+    complaint = _whole_complaint(input, output, "input", "output", group) or refusal(op, output.dtype)
+    group.agree(f"reduce_scatter_tensor of {described(input)}, {word(op)}", complaint)
     _reduce_scatter(output, list(dense(input).tensor_split(group.size)), op, group)
 
 
+@own_mode
 def barrier(*, group: Group) -> None:
     """Return when all members have called."""
     agree(group.peers, "barrier")
@@ -92,7 +98,7 @@ def _reduce_scatter(output: Tensor, parts: Sequence[Tensor], op: ReduceOp, group
             op.combine(total, buffers[k].to(total.dtype), out=total)
         op.finish(total, group.size)
         wait_all(sent)  # the output may lie inside what is sent
-        output.copy_(total.view(output.shape))
+        give_back(output, total)
 
 
 def _list_complaint(name: str, tensors: Sequence[Tensor], own: Tensor, group: Group) -> str | None:

@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 
 from engine.collectives.group import Group
-from engine.collectives.ops import ReduceOp
+from engine.collectives.ops import ReduceOp, refusal, word
 from engine.collectives.peers import wait_all
 from engine.collectives.shapes import binomial
-from engine.collectives.tensors import dense, described, give_back
+from engine.collectives.tensors import dense, described, give_back, own_mode
 from engine.collectives.trees import up
 
 
+@own_mode
 def reduce(tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, *, group: Group) -> None:
     """Combine everybody's `tensor` into that of world rank `dst`; the others' stay as they are."""
-    complaint = group.stranger("dst", dst) or op.refusal(tensor.dtype)
-    group.agree(f"reduce of {described(tensor)} to {dst}, {op.value}", complaint)
+    complaint = group.stranger("dst", dst) or refusal(op, tensor.dtype)
+    group.agree(f"reduce of {described(tensor)} to {dst}, {word(op)}", complaint)
     node = binomial(group.size, group.place(dst))[group.position]
     flat = dense(tensor)
     if group.rank != dst and (node.children or op is ReduceOp.MEAN):
@@ -35,6 +36,7 @@ def reduce(tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, *, group: Grou
             give_back(tensor, flat)
 
 
+@own_mode
 def gather(tensor: Tensor, gather_list: Sequence[Tensor] | None = None, dst: int = 0, *, group: Group) -> None:
     """Copy the `tensor` of the k-th member into the k-th of the destination's list; others give no list."""
     group.agree(

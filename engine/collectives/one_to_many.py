@@ -13,10 +13,11 @@ from torch import Tensor
 from engine.collectives.group import Group
 from engine.collectives.peers import wait_all
 from engine.collectives.shapes import binomial
-from engine.collectives.tensors import dense, described, give_back
+from engine.collectives.tensors import dense, described, give_back, own_mode
 from engine.collectives.trees import down
 
 
+@own_mode
 def broadcast(tensor: Tensor, src: int, *, group: Group) -> None:
     """Copy `tensor` of world rank `src` into everybody's, which has the same shape and dtype."""
     group.agree(f"broadcast of {described(tensor)} from {src}", group.stranger("src", src))
@@ -26,6 +27,7 @@ def broadcast(tensor: Tensor, src: int, *, group: Group) -> None:
         give_back(tensor, flat)
 
 
+@own_mode
 def scatter(tensor: Tensor, scatter_list: Sequence[Tensor] | None = None, src: int = 0, *, group: Group) -> None:
     """Copy the k-th tensor of the source's list into the `tensor` of the k-th member; others give no list."""
     group.agree(

@@ -55,6 +55,19 @@ class ReduceOp(Enum):
             tensor.div_(size)
 
 
+def word(op: object) -> str:
+    """What messages call an operation, whatever was given for one."""
+    return op.value if isinstance(op, ReduceOp) else repr(op)
+
+
+def refusal(op: object, dtype: torch.dtype) -> str | None:
+    """As `ReduceOp.refusal`, and of what is no `ReduceOp`: torch.distributed has another type of that name."""
+    if isinstance(op, ReduceOp):
+        return op.refusal(dtype)
+    names = ", ".join(f"ReduceOp.{each.name}" for each in ReduceOp)
+    return f"op={op!r} is none of engine.collectives' {names}"
+
+
 _COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.MEAN: torch.add,

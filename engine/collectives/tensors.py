@@ -1,4 +1,8 @@
-"""What a message is made from: the elements of any tensor, one behind the other, and their way back."""
+"""What a message is made from: the elements of any tensor, one behind the other, and their way back.
+
+A tensor that was made in `torch.inference_mode()` may be written in that mode only, and so may whatever is kept from
+call to call and was made there. So collectives run outside of it (`own_mode`), and take and give back copies.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+own_mode = torch.inference_mode(mode=False)  # decorates what callers may call in inference mode
+
 
 def dense(tensor: Tensor) -> Tensor:
     """The elements as a flat contiguous tensor without a graph: a view where there is one, else a copy."""
+    if tensor.is_inference():
+        tensor = tensor.clone()
     solid = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return solid.as_strided((solid.numel(),), (1,))  # strides of dimensions of size 0 and 1 may be anything
 
@@ -17,7 +25,7 @@ def dense(tensor: Tensor) -> Tensor:
 def give_back(tensor: Tensor, flat: Tensor) -> None:
     """Put the elements of `dense(tensor)` back where that was a copy."""
     if tensor.data_ptr() != flat.data_ptr():
-        with torch.no_grad():
+        with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
             tensor.copy_(flat.view(tensor.shape))
 
 

@@ -11,12 +11,14 @@ from torch.optim import Optimizer
 
 from engine.collectives import Group, broadcast
 from engine.collectives.alike import require_alike
+from engine.collectives.tensors import own_mode
 from engine.distributed.nested import pack, unpack
 from engine.distributed.world import World, current
 
 Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
+@own_mode
 def broadcast_parameters(params: Named, root_rank: int = 0, world: World | None = None) -> None:
     """Copy the tensors of `root_rank` (a `state_dict()` or named pairs) into everybody's, in place.
 
@@ -34,6 +36,7 @@ def broadcast_parameters(params: Named, root_rank: int = 0, world: World | None 
                 value.copy_(here)
 
 
+@own_mode
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, world: World | None = None) -> None:
     """Load the state of `root_rank`'s optimizer into everybody's: momenta, step counts, learning rates, all of it.
 
