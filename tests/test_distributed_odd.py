@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_distributed import DATA, built, on_ranks, sgd
+from test_distributed import BUILDING, DATA, built, on_ranks, sgd
 from torch import Tensor, nn
 
 from engine.distributed import (
     Compression,
     DistributedOptimizer,
     World,
+    broadcast_optimizer_state,
 )
 
 Made = Callable[[nn.Module], torch.optim.Optimizer]
@@ -269,3 +270,32 @@ def test_the_mean_of_parameters_of_every_dtype(
             torch.testing.assert_close(
                 alone, torch.full((3,), -gradients[0], dtype=dtype), rtol=16 * eps, atol=16 * eps
             )
+
+
+def test_the_state_of_a_parameter_stays_laid_out_as_the_parameter() -> None:
+    """Fused optimizers go through a parameter and its momenta by their memory, whatever their strides."""
+
+    def main(world: World) -> tuple[Tensor, Any]:
+        with BUILDING:
+            torch.manual_seed(2)
+            weight = nn.Parameter(torch.randn(6, 4, dtype=torch.float64).t())
+        optimizer = DistributedOptimizer(torch.optim.Adam([weight], lr=0.1, fused=True), world=world)
+        for step, batch in enumerate(DATA):
+            optimizer.zero_grad()
+            (weight @ batch[world.rank :: 2].t()).tanh().sum().backward()
+            optimizer.step()
+            if step == 1:
+                broadcast_optimizer_state(optimizer, 1, world=world)
+        return weight.detach(), optimizer.state[weight]["exp_avg"].stride()
+
+    with BUILDING:
+        torch.manual_seed(2)
+        weight = nn.Parameter(torch.randn(6, 4, dtype=torch.float64).t())
+    optimizer = torch.optim.Adam([weight], lr=0.1)
+    for batch in DATA:
+        optimizer.zero_grad()
+        ((weight @ batch.t()).tanh().sum() / 2).backward()
+        optimizer.step()
+    for found, strides in on_ranks(2, main):
+        torch.testing.assert_close(found, weight.detach(), rtol=1e-9, atol=1e-12)
+        assert strides == weight.stride() == (1, 4)

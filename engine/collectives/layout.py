@@ -57,7 +57,7 @@ class Bucket:
         `begins`: the element of the bucket that `flat` begins with.
         """
         return [
-            flat.as_strided(p.size(), _dense_strides(p), flat.storage_offset() + offset - begins)
+            flat.as_strided(p.size(), dense_strides(p), flat.storage_offset() + offset - begins)
             for (_, p), offset in zip(self.named, self.offsets, strict=True)
         ]
 
@@ -88,9 +88,9 @@ def cut(named: Sequence[Named], bucket_bytes: int, marks: int = 0, shards: int =
 def fingerprints(named: Sequence[Named], bucket_bytes: int) -> list[str]:
     """For each parameter everything that the layout follows from, in words."""
     size = f"in buckets of {bucket_bytes} bytes"
-    return [f"{name} {tuple(p.shape)} {p.dtype} strides {_dense_strides(p)}, {size}" for name, p in named]
+    return [f"{name} {tuple(p.shape)} {p.dtype} strides {dense_strides(p)}, {size}" for name, p in named]
 
 
-def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
-    """The parameter's own strides where its elements are dense in some order, else row-major ones."""
-    return torch.empty_like(parameter, device="meta").stride()
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's own strides where its elements are dense in some order, else row-major ones."""
+    return torch.empty_like(tensor, device="meta").stride()

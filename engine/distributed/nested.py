@@ -2,8 +2,9 @@
 
     [8 bytes: length of the JSON | JSON | padding to 64 | tensor 0 | padding | tensor 1 | ...]
 
-What arrives can only be data: nothing is unpickled. A tensor stands in the JSON as {"tensor": [place, dtype, shape]};
-tuples and dictionaries whose keys are no texts are written out as such.
+What arrives can only be data: nothing is unpickled. A tensor stands in the JSON as {"tensor": [place, dtype, shape,
+strides]}: fused optimizers go through memory, so a momentum must stay laid out as its parameter is. Tuples and
+dictionaries whose keys are no texts are written out as such.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from engine.collectives.layout import dense_strides
 
 _LINE = 64
 
@@ -41,9 +44,10 @@ def _plain(value: Any, parts: list[bytes]) -> Any:
         return value
     if isinstance(value, Tensor):
         place = sum(len(_padded(part)) for part in parts)
-        raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
-        parts.append(raw.numpy().tobytes())
-        return {"tensor": [place, str(value.dtype).removeprefix("torch."), list(value.shape)]}
+        strides = dense_strides(value)
+        laid = torch.empty_strided(value.shape, strides, dtype=value.dtype).copy_(value.detach())
+        parts.append(laid.as_strided((laid.numel(),), (1,)).view(torch.uint8).numpy().tobytes())
+        return {"tensor": [place, str(value.dtype).removeprefix("torch."), list(value.shape), list(strides)]}
     if isinstance(value, dict):
         return {"dict": [[_plain(key, parts), _plain(item, parts)] for key, item in value.items()]}
     if isinstance(value, tuple):
@@ -62,12 +66,13 @@ def _restored(value: Any, body: memoryview) -> Any:
         return value
     ((kind, content),) = value.items()
     if kind == "tensor":
-        place, name, shape = content
+        place, name, shape, strides = content
         dtype = getattr(torch, name)
         count = torch.Size(shape).numel()
         if not count:
             return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(bytearray(body[place : place + count * dtype.itemsize]), dtype=dtype).view(shape)
+        raw = bytearray(body[place : place + count * dtype.itemsize])
+        return torch.frombuffer(raw, dtype=dtype).as_strided(shape, strides)
     if kind == "tuple":
         return tuple(_restored(item, body) for item in content)
     return {_restored(key, body): _restored(item, body) for key, item in content}
