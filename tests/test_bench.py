@@ -266,8 +266,9 @@ def test_ways_of_data_parallelism_are_compared_with_none_and_with_ddp() -> None:
         ["gpt", "ring", "250.0", "1.250", "1.000"],
     ]
     choices = {path.stem for path in (CONF / "allreduce").glob("*.yaml")}
-    assert set(data_parallel.ENGINE) <= choices
-    assert "data_parallel.replicas=3" in data_parallel.case_of("gpt", 3, "tree").choices
+    assert set(data_parallel.ALGORITHMS) <= choices
+    assert {"data_parallel.replicas=3", "transport=auto"} <= set(data_parallel.case_of("gpt", 3, "tree").choices)
+    assert {"allreduce=ring", "transport=gloo"} <= set(data_parallel.case_of("gpt", 2, "ring by gloo").choices)
 
 
 def test_a_plain_loop_of_the_benchmark_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ import torch
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from engine.collectives import Collective, Group, Ring
-from engine.runtime.environment import joined, one_host
+from engine.runtime.environment import joined
 from engine.runtime.transport import Transport
-from engine.runtime.transport.gloo import GlooTransport
+from engine.runtime.transport.processes import between_processes, without_shared_memory
 from engine.runtime.transport.threads import ThreadHub
 
 TIMEOUT_S = 600.0
@@ -113,5 +113,4 @@ def _transport(store: Store, timeout_s: float, device: str) -> Transport:
         from engine.runtime.transport.nccl import NcclTransport  # builds of torch for CPUs have no NCCL
 
         return NcclTransport(number, count, store, timeout_s, torch.device("cuda", local))
-    interface = None if one_host() else os.environ.get("GLOO_SOCKET_IFNAME", "")
-    return GlooTransport(number, count, store, timeout_s, interface)
+    return between_processes(number, count, store, timeout_s, without_shared_memory() is None)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from engine.job import Job
-from engine.runtime.environment import one_host
 from engine.runtime.transport import Transport
-from engine.runtime.transport.gloo import GlooTransport
-from engine.runtime.transport.shared import SharedMemoryTransport
-from engine.runtime.transport.shared import available as shared_memory_available
+from engine.runtime.transport.processes import between_processes, without_shared_memory
 from engine.settings import Settings
 
 
@@ -24,15 +20,13 @@ def client(address: tuple[str, int], timeout_s: float) -> Store:
 
 def transport_of(settings: Settings) -> str:
     """The transport between CPU processes that `transport` asks for. ValueError where it is not to be had here."""
-    why = None
+    why: str | None
     if settings.launch == "threads":
         why = "with launch=threads, whose ranks share one process"
     elif settings.device == "cuda":
         why = "between GPUs, which use NCCL"
-    elif not one_host():
-        why = "between hosts"
-    elif not shared_memory_available():
-        why = "on this system (it needs Linux with memfd_create and eventfd)"
+    else:
+        why = without_shared_memory()
     if settings.transport == "auto":
         return "gloo" if why else "shared_memory"
     if settings.transport == "shared_memory" and why:
@@ -48,7 +42,4 @@ def connect(job: Job, rank: int, store: Store) -> Transport:
         from engine.runtime.transport.nccl import NcclTransport  # builds of torch for CPUs have no NCCL
 
         return NcclTransport(rank, job.world, store, timeout_s, device_of(job, rank))
-    if transport_of(job.settings) == "shared_memory":
-        return SharedMemoryTransport(rank, job.world, store, timeout_s)
-    interface = None if one_host() else os.environ.get("GLOO_SOCKET_IFNAME", "")
-    return GlooTransport(rank, job.world, store, timeout_s, interface)
+    return between_processes(rank, job.world, store, timeout_s, transport_of(job.settings) == "shared_memory")
