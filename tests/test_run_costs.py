@@ -11,8 +11,10 @@ import pytest
 import recorded
 import torch
 from harness import run_threads, settings
+from hypothesis import given
+from hypothesis import strategies as st
 
-from engine.report.costs import COSTS_NAME, QUANTILES
+from engine.report.costs import COSTS_NAME, SHARES, shares
 from engine.runtime.activations import saved_bytes
 
 MS = recorded.MS
@@ -31,7 +33,7 @@ def test_medians_are_those_of_the_steps(tmp_path: Path) -> None:
     of = recorded.job("1f1b", 3, 4, replicas=2)
     found = left(tmp_path, of, durations=recorded.costs(of.compute, slow=1), transfer=MS // 2)
     assert np.allclose(found["duration"], [[[0.002, 0.006, 0.002], [0.004, 0.012, 0.004], [0] * 3, [0] * 3]] * 2)
-    assert np.allclose(found["spread"], 1.0) and np.shape(found["spread"]) == (3, 4, QUANTILES)
+    assert np.allclose(found["spread"], 1.0) and np.shape(found["spread"]) == (3, 4, SHARES)
     assert np.allclose(found["delay"], [[0.0005, 0.0005, 0], [0.0005, 0.0005, 0]])
     assert np.allclose(found["step"], [0.001] * 6)
     assert (found["ranks"], found["replicas"], found["microbatches"], found["rows"]) == (3, 2, 4, 8.0)
@@ -54,6 +56,43 @@ def test_the_first_step_is_left_out_and_the_spread_is_relative_to_the_own_stage(
     assert np.allclose(found["duration"][0][0], [0.002, 0.006])
     spread = np.array(found["spread"])  # of each step
     assert np.allclose(spread[:2], 1) and np.allclose(spread[2, :2], 2)
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 50), st.floats(1, 1000)), min_size=1, max_size=40))
+def test_shares_keep_the_sum_and_the_order(drawn: list[tuple[float, float]]) -> None:
+    values, weights = np.array(drawn).T
+    found = shares(values, weights)
+    assert found.mean() == pytest.approx(np.average(values, weights=weights))
+    assert (np.diff(found) >= -1e-9).all()
+    assert values.min() - 1e-9 <= found[0] and found[-1] <= values.max() + 1e-9
+    assert np.allclose(found, shares(values, 3 * weights))
+
+
+def test_shares_of_a_few_equal_ones_are_these() -> None:
+    found = shares(np.array([3.0, 1.0]), np.ones(2))
+    assert np.allclose(found, [1.0] * 8 + [2.0] + [3.0] * 8)
+    assert np.allclose(shares(np.array([2.0]), np.zeros(1)), 2.0)
+
+
+def test_a_jolt_of_a_short_computation_is_not_one_of_a_long_one(tmp_path: Path) -> None:
+    """50 ms in one backward of 10 us are not 5000 times in one of 10 ms."""
+    of = recorded.job("gpipe", 2, 4)
+    record, _ = recorded.recorder(of, tmp_path)
+    start = 0
+    for step in range(4):
+        durations = recorded.costs(of.compute)
+        durations[:2, 0], durations[:2, 1] = 10 * MS, MS // 100
+        durations[1, 1, step] += 50 * MS
+        timeline = recorded.measured(of.compute, durations, start=start)
+        start = int(timeline.windows.max())
+        for each in recorded.step_records(of, step, timeline):
+            record(each)
+    record.finish("completed")
+    found = json.loads((tmp_path / COSTS_NAME).read_text())
+    assert np.allclose(found["duration"][0][1], [0.01, 1e-5])
+    for spread in found["spread"]:
+        assert np.allclose(spread[1][:-1], 1)
+        assert np.mean(spread[1]) * 4 * 0.01001 == pytest.approx(4 * 0.01001 + 0.05)  # all that the step took
 
 
 def test_a_short_batch_is_another_size(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ first. S stages, W world ranks, W = replica * P + pipeline rank. The four kinds 
 not run is 0.
 
     duration   of a computation, over its micro-batches
-    spread     of each step: its computations of a kind as parts of their stages' `duration`, 17 quantiles, 0 % to 100 %
+    spread     of each step: its computations of a kind as parts of their stages' `duration`, from the smallest to the
+               largest in 17 equal shares of the time that is usual for them all, each share's mean. So what is drawn
+               from it adds up to what the step took, and a jolt of a short computation is not one of a long one.
     short      the same of steps that had fewer samples, whose micro-batches have another size
     overhead   for each computation what a rank spent in no name of its account: the interpreter between actions
     delay      a message under way from stage s to s + 1, and a gradient the other way; 0 where none was seen
@@ -43,7 +45,7 @@ from engine.report.observed import Observed, durations
 COSTS_NAME = "costs.json"
 VERSION = 2
 KEPT = 32  # steps
-QUANTILES = 17
+SHARES = 17
 
 _Floats = npt.NDArray[np.float64]
 
@@ -181,7 +183,7 @@ def _computations(program: Program, steps: Sequence[Observed]) -> tuple[list[Any
     flat = Flat(program)
     seen = np.array([step.duration for step in steps], dtype=np.float64)  # [steps, R, n]
     duration = np.zeros((seen.shape[1], len(COMPUTE), program.stages))
-    relative = np.ones_like(seen)
+    relative, weight = np.ones_like(seen), np.zeros_like(seen)
     for op in COMPUTE:
         for stage in range(program.stages):
             here = flat.having(op) & (flat.stage == stage)
@@ -189,11 +191,28 @@ def _computations(program: Program, steps: Sequence[Observed]) -> tuple[list[Any
                 continue
             usual = np.median(seen[:, :, here], axis=(0, 2))
             duration[:, op, stage] = usual
+            weight[:, :, here] = usual[None, :, None]
             relative[:, :, here] = np.where(
                 usual[None, :, None] > 0, seen[:, :, here] / np.maximum(1, usual)[:, None], 1
             )
-    spread = np.ones((len(seen), len(COMPUTE), QUANTILES))
+    spread = np.ones((len(seen), len(COMPUTE), SHARES))
     for op in COMPUTE:
-        if flat.having(op).any():
-            spread[:, op] = np.quantile(relative[:, :, flat.having(op)], np.linspace(0, 1, QUANTILES), axis=(1, 2)).T
+        if (here := flat.having(op)).any():
+            steps_of = zip(relative[:, :, here], weight[:, :, here], strict=True)
+            spread[:, op] = [shares(values.ravel(), weights.ravel()) for values, weights in steps_of]
     return (duration * 1e-9).tolist(), spread.tolist()
+
+
+def shares(values: _Floats, weights: _Floats) -> _Floats:
+    """The means of `values`, by size, over `SHARES` equal parts of their whole weight: [SHARES].
+
+    Their mean is the weighted mean of the values. Where nothing has a weight each value has the same.
+    """
+    if not weights.any():
+        weights = np.ones_like(values)
+    order = np.argsort(values)
+    reached = np.concatenate([[0.0], np.cumsum(weights[order])])
+    summed = np.concatenate([[0.0], np.cumsum((values * weights)[order])])
+    edges = np.interp(np.linspace(0, reached[-1], SHARES + 1), reached, summed)
+    found: _Floats = np.diff(edges) * (SHARES / reached[-1])
+    return found

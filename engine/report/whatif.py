@@ -165,13 +165,12 @@ class Predictor:
         replay = self._replay(scenario, program)
         random = np.random.default_rng(0)
         spread, periods = np.array(base.raw["spread"]), []
-        at = np.linspace(0, 1, spread.shape[-1])
         for draw in range(int(np.clip(_WORK // max(1, usual.size), *_DRAWS))):
-            drawn, step = random.random(usual.shape), draw % len(spread)
+            drawn, step = random.integers(spread.shape[-1], size=usual.shape), draw % len(spread)
             factor = np.empty_like(usual)
             for op in COMPUTE:
                 here = flat.op == op
-                factor[:, here] = np.interp(drawn[:, here], at, spread[step, self._kind_drawn(op)])
+                factor[:, here] = spread[step, self._kind_drawn(op)][drawn[:, here]]
             periods.append(replay.period(duration=usual * factor + base.raw["overhead"], **parts))
         lasting, activations = memory(base, program, cut, self._rows(program), scenario.recompute)
         return Prediction(
