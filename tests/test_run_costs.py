@@ -95,22 +95,26 @@ def test_a_jolt_of_a_short_computation_is_not_one_of_a_long_one(tmp_path: Path) 
         assert np.mean(spread[1]) * 4 * 0.01001 == pytest.approx(4 * 0.01001 + 0.05)  # all that the step took
 
 
-def test_a_short_batch_is_another_size(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("microbatches", "samples"), [(2, 6), (4, 32)])
+def test_a_short_batch_is_another_size(microbatches: int, samples: int, tmp_path: Path) -> None:
+    """In fewer micro-batches, or in as many smaller ones."""
     of = recorded.job("gpipe", 2, 4)
-    short = recorded.job("gpipe", 2, 2).compute
+    short = recorded.job("gpipe", 2, microbatches).compute
     record, _ = recorded.recorder(of, tmp_path)
     start = 0
-    for step, (program, samples) in enumerate(((of.compute, 64), (of.compute, 64), (short, 6))):
-        durations = recorded.costs(program) * (samples / 64)
+    for step, (program, count) in enumerate(((of.compute, 64), (of.compute, 64), (short, samples))):
+        durations = recorded.costs(program) * (count / 64)
         timeline = recorded.measured(program, durations, start=start)
         start = int(timeline.windows.max())
-        sizes = {"samples": samples, "microbatches": program.microbatches}
+        sizes = {"samples": count, "microbatches": program.microbatches}
         for each in recorded.step_records(of, step, timeline, **sizes):
             record(each)
     record.finish("completed")
-    (found,) = json.loads((tmp_path / COSTS_NAME).read_text())["short"]
-    assert found["rows"] == 3.0
-    assert np.allclose(found["duration"][1], [0.004 * 6 / 64] * 2)
+    costs = json.loads((tmp_path / COSTS_NAME).read_text())
+    (found,) = costs["short"]
+    assert found["rows"] == samples / microbatches
+    assert np.allclose(found["duration"][1], [0.004 * samples / 64] * 2)
+    assert costs["steps"] == 1 and np.allclose(costs["duration"][0][1], 0.004) and np.allclose(costs["spread"], 1)
 
 
 def test_nothing_is_left_where_no_whole_step_was_traced(tmp_path: Path) -> None:

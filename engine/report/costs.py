@@ -73,10 +73,10 @@ class Costs:
         self._added = 0
 
     def add(self, step: Step, account: Account, observed: Observed | None) -> None:
-        """A traced step; `observed` where it was a whole one of the program."""
+        """A traced step; `observed` where every rank ran just its row of the program."""
         timeline = step.timeline
         assert timeline is not None
-        if observed is None:
+        if observed is None or step.samples < self._samples:  # as many micro-batches may be smaller ones
             self._add_short(step, timeline)
             return
         if self._added == 1:
@@ -90,8 +90,8 @@ class Costs:
 
     def _add_short(self, step: Step, timeline: Timeline) -> None:
         """A step of one pass with fewer samples than configured, the same on every replica."""
-        train, replicas = self._job.settings.train, self._job.replicas
-        if train.accumulate > 1 or not 0 < step.samples < train.global_batch_size or step.samples % replicas:
+        accumulate, replicas = self._job.settings.train.accumulate, self._job.replicas
+        if accumulate > 1 or not 0 < step.samples < self._samples or step.samples % replicas:
             return
         rows = step.samples / (replicas * max(1, step.microbatches))
         found = np.zeros((len(COMPUTE), self._job.placement.stages))
@@ -118,7 +118,7 @@ class Costs:
             "replicas": job.replicas,
             "passes": settings.train.accumulate,
             "microbatches": job.compute.microbatches,
-            "samples": min(settings.train.global_batch_size, job.train_samples),
+            "samples": self._samples,
             "rows": self._rows(),
             "split": list(job.split),
             "duration": duration,
@@ -134,10 +134,14 @@ class Costs:
             "layers": self._layers(),
         }
 
+    @property
+    def _samples(self) -> int:
+        """Of a whole step."""
+        return min(self._job.settings.train.global_batch_size, self._job.train_samples)
+
     def _rows(self) -> float:
-        train = self._job.settings.train
-        samples = min(train.global_batch_size, self._job.train_samples)
-        return samples / (self._job.replicas * train.accumulate * self._job.compute.microbatches)
+        passes = self._job.settings.train.accumulate
+        return self._samples / (self._job.replicas * passes * self._job.compute.microbatches)
 
     def _seconds(self, name: str) -> Any:
         """The median over steps of a field of `Observed`."""
