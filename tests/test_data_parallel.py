@@ -105,6 +105,12 @@ def test_an_error_in_a_thread_is_raised() -> None:
         DataParallel(model(), [])
 
 
+def test_a_batch_without_samples_is_refused() -> None:
+    x, y = batch(0)
+    with pytest.raises(ValueError, match="a batch without samples: leave that step out"):
+        DataParallel(model(), [CPU] * 2).step(x, y, mean)
+
+
 def test_the_benchmark_measures_each_drawback() -> None:
     case = drawbacks.case_of("mlp", 2)
     one = drawbacks.in_one_process(case, 2)

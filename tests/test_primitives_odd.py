@@ -103,3 +103,50 @@ def test_a_group_names_each_rank_once() -> None:
             Group(transport, [0, 1, 0], "g")
 
     over_threads(2, main)
+
+
+@pytest.mark.parametrize("how", RUNS)
+def test_what_is_received_may_lie_where_something_is_sent_from(how: str) -> None:
+    """In place, and one buffer for both: as if everything had been copied before."""
+
+    def main(group: Group) -> list[list[float]]:
+        own, n = group.rank, group.size
+        sent = torch.arange(float(n)) + 10 * own
+        exchanged, shifted = sent.clone(), torch.cat([sent, torch.zeros(1)])
+        ours.all_to_all_single(exchanged, exchanged, group=group)
+        ours.all_to_all_single(shifted[1:], shifted[:-1], group=group)
+        gathered, first = torch.zeros(n), torch.zeros(n)
+        gathered[own], first[0] = own, own
+        ours.all_gather_into_tensor(gathered, gathered[own : own + 1], group=group)
+        ours.all_gather_into_tensor(first, first[:1], group=group)
+        parts, rooted, spread = torch.full((n,), float(own)), torch.full((n,), float(own)), torch.arange(float(n))
+        ours.all_gather(list(parts.chunk(n)), parts[n - 1 :], group=group)
+        ours.gather(rooted[:1], list(rooted.chunk(n)) if own == 1 else None, 1, group=group)
+        ours.scatter(spread[2:3], list(spread.chunk(n)) if own == 1 else None, 1, group=group)
+        summed = sent.clone()
+        ours.reduce_scatter_tensor(summed[:1], summed, group=group)
+        mine = [
+            exchanged,
+            shifted[1:],
+            gathered,
+            first,
+            parts,
+            rooted if own == 1 else gathered,
+            spread[2:3],
+            summed[:1],
+        ]
+        return [each.tolist() for each in mine]
+
+    for rank, found in enumerate(run(3, main, how=RUNS[how])):
+        column, ranks = [0.0 + rank, 10.0 + rank, 20.0 + rank], [0.0, 1.0, 2.0]
+        assert found == [column, column, ranks, ranks, ranks, ranks, [float(rank)], [30.0 + 3 * rank]]
+
+
+def test_a_number_cannot_be_split() -> None:
+    def main(group: Group) -> str:
+        one = torch.tensor(1.0) if group.rank else torch.zeros(2)
+        with pytest.raises(ValueError) as refused:
+            ours.all_to_all_single(torch.zeros(2), one, group=group)
+        return str(refused.value)
+
+    assert run(2, main) == ["g: rank(s) 1: input is [] float32: it has no dimension to be cut along"] * 2

@@ -65,7 +65,10 @@ class DataParallel:
         """Forward and backward of one batch: the loss; the mean's gradients are added to the module's own.
 
         `loss(output, target)` is a mean over samples. A batch of fewer samples than devices leaves some of them out.
+        ValueError for one of none.
         """
+        if not len(inputs):
+            raise ValueError("DataParallel was given a batch without samples: leave that step out")
         account = self.account
         with account.phase("scatter"):
             parts = scatter(inputs, self.devices, account)

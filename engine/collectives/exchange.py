@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.collectives.group import Group
 from engine.collectives.many_to_many import all_gather
 from engine.collectives.peers import wait_all
-from engine.collectives.tensors import dense, described, give_back, name, own_mode
+from engine.collectives.tensors import apart, dense, described, give_back, name, own_mode
 
 
 @own_mode
@@ -27,9 +27,11 @@ def all_to_all(output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence
     if group.checked:
         _compare_sizes(output_tensor_list, input_tensor_list, group)
     parts = [dense(each) for each in output_tensor_list]
+    written = [parts[k] for k in group.others]
+    leaving = [apart(dense(each), written) for each in input_tensor_list]
     arriving = [group.peers.recv(k, parts[k]) for k in reversed(group.others)]
-    wait_all([*(group.peers.send(k, dense(input_tensor_list[k])) for k in group.others), *arriving])
-    parts[group.position] = dense(input_tensor_list[group.position])
+    wait_all([*(group.peers.send(k, leaving[k]) for k in group.others), *arriving])
+    parts[group.position] = leaving[group.position]
     for each, part in zip(output_tensor_list, parts, strict=True):
         give_back(each, part)
 
@@ -52,7 +54,9 @@ def all_to_all_single(
 
 def _split(what: str, tensor: Tensor, sizes: Sequence[int] | None, count: int) -> tuple[list[Tensor], str | None]:
     """The parts; or none, and what is wrong."""
-    rows = tensor.shape[0] if tensor.dim() else 0
+    if not tensor.dim():
+        return [], f"{what} is {described(tensor)}: it has no dimension to be cut along"
+    rows = tensor.shape[0]
     if sizes is None:
         if rows % count:
             return [], f"{what} has {rows} rows, not a multiple of {count}: give {what}_split_sizes"

@@ -20,7 +20,7 @@ from engine.collectives.agree import agree
 from engine.collectives.group import Group
 from engine.collectives.ops import ReduceOp, refusal, word
 from engine.collectives.peers import wait_all
-from engine.collectives.tensors import dense, described, described_all, give_back, own_mode
+from engine.collectives.tensors import apart, dense, described, described_all, give_back, own_mode
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -41,7 +41,7 @@ def all_gather(tensor_list: Sequence[Tensor], tensor: Tensor, *, group: Group) -
     complaint = _list_complaint("tensor_list", tensor_list, tensor, group)
     group.agree(f"all_gather of {described_all(tensor_list)}", complaint)
     parts = [dense(each) for each in tensor_list]
-    mine = dense(tensor)
+    mine = apart(dense(tensor), [parts[k] for k in group.others])
     arriving = [group.peers.recv(k, parts[k]) for k in reversed(group.others)]
     wait_all([*(group.peers.send(k, mine) for k in group.others), *arriving])
     parts[group.position] = mine
@@ -54,8 +54,9 @@ def all_gather_into_tensor(output_tensor: Tensor, input_tensor: Tensor, *, group
     """Everybody's `input_tensor`, one behind the other: concatenated or stacked, as `output_tensor` is shaped."""
     complaint = _whole_complaint(output_tensor, input_tensor, "output_tensor", "input_tensor", group)
     group.agree(f"all_gather_into_tensor of {described(input_tensor)}", complaint)
-    flat, mine = dense(output_tensor), dense(input_tensor)
+    flat = dense(output_tensor)
     parts = flat.view(group.size, -1) if len(flat) else flat.view(group.size, 0)
+    mine = apart(dense(input_tensor), [parts[k] for k in group.others])
     arriving = [group.peers.recv(k, parts[k]) for k in reversed(group.others)]
     sent = [group.peers.send(k, mine) for k in group.others]
     parts[group.position].copy_(mine)

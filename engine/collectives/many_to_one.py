@@ -15,7 +15,7 @@ from engine.collectives.group import Group
 from engine.collectives.ops import ReduceOp, refusal, word
 from engine.collectives.peers import wait_all
 from engine.collectives.shapes import binomial
-from engine.collectives.tensors import dense, described, give_back, own_mode
+from engine.collectives.tensors import apart, dense, described, give_back, own_mode
 from engine.collectives.trees import up
 
 
@@ -49,7 +49,7 @@ def gather(tensor: Tensor, gather_list: Sequence[Tensor] | None = None, dst: int
         return
     assert gather_list is not None
     parts = [dense(each) for each in gather_list]
+    parts[group.position] = apart(dense(tensor), [parts[k] for k in group.others])
     wait_all([peers.recv(k, parts[k]) for k in group.others])
-    parts[group.position] = dense(tensor)
     for each, part in zip(gather_list, parts, strict=True):
         give_back(each, part)

@@ -42,5 +42,5 @@ def scatter(tensor: Tensor, scatter_list: Sequence[Tensor] | None = None, src: i
         return
     assert scatter_list is not None
     sent = [peers.send(k, dense(scatter_list[k])) for k in group.others]
+    wait_all(sent)  # the tensor may lie inside what is sent
     give_back(tensor, dense(scatter_list[source]))
-    wait_all(sent)

@@ -6,7 +6,7 @@ call to call and was made there. So collectives run outside of it (`own_mode`), 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,13 @@ def dense(tensor: Tensor) -> Tensor:
         tensor = tensor.clone()
     solid = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return solid.as_strided((solid.numel(),), (1,))  # strides of dimensions of size 0 and 1 may be anything
+
+
+def apart(flat: Tensor, written: Iterable[Tensor]) -> Tensor:
+    """`flat`, which is to be sent; a copy where a flat tensor that is written meanwhile shares its memory."""
+    begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
+    shared = any(each.data_ptr() < end and begin < each.data_ptr() + each.nbytes for each in written)
+    return flat.clone() if shared else flat
 
 
 def give_back(tensor: Tensor, flat: Tensor) -> None:
