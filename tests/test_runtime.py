@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import itertools
 import random
+import resource
 import time
 import weakref
 from dataclasses import replace
@@ -387,6 +389,15 @@ def test_any_text_of_an_error_can_be_reported() -> None:
     assert meta["message"].startswith("bad \\ud800x")
     assert len(meta["message"]) < 21_000
     meta["message"].encode()
+
+
+def test_a_rank_that_may_open_no_more_files_says_what_to_do() -> None:
+    from engine.runtime.rank import error_record
+
+    meta = decode(error_record(0, OSError(errno.EMFILE, "Too many open files"))).meta
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert f"Too many open files: a process may open {limit} files here: raise the limit (ulimit -n " in meta["message"]
+    assert decode(error_record(0, OSError(errno.EIO, "a disk"))).meta["message"] == f"[Errno {errno.EIO}] a disk"
 
 
 class Mute(Exception):

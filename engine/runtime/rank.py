@@ -8,8 +8,10 @@ succeeds posts `done` itself, as its last record.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
+import resource
 import threading
 import time
 import traceback
@@ -66,11 +68,22 @@ def error_record(rank: int, error: BaseException) -> bytes:
         "own": not peer,
         "peer": error.peer if isinstance(error, PeerError) else None,
         "type": type(error).__name__,
-        "message": message_of(error),
+        "message": message_of(error) + _remedy(error),
         "traceback": printable("".join(traceback.format_exception(error))),
         "time_ns": time.monotonic_ns(),
     }
     return encode("error", meta)
+
+
+def _remedy(error: BaseException) -> str:
+    """What to do where a limit of the system was met; how many files a rank needs depends on how many it meets."""
+    if type(error) is OSError and error.errno == errno.EMFILE:
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return (
+            f": a process may open {files} files here: raise the limit (ulimit -n {max(1024, 4 * files)}), or lower "
+            "pipeline.ranks or data_parallel.replicas"
+        )
+    return ""
 
 
 def threads_per_worker(job: Job) -> int:

@@ -147,7 +147,7 @@ def _accept(
             edge = missing[0]
             raise PeerTimeout(f"connecting {edge}, peer {edge.src}: nothing for {timeout_s:g} s", edge.src) from None
         if data and len(handed) < 3:
-            raise OSError(errno.EMFILE, "too many open files to meet the other ranks: raise the limit (ulimit -n 1024)")
+            raise OSError(errno.EMFILE, "too many open files to meet the other ranks")
         for edge in missing:
             if data == introduction(edge):
                 end.settimeout(None)
