@@ -14,6 +14,7 @@ import torch
 from test_distributed import DATA, built, on_ranks, sgd
 from torch import Tensor, nn
 
+import engine
 from engine.distributed import (
     Compression,
     DistributedOptimizer,
@@ -148,6 +149,26 @@ def test_a_state_that_cannot_be_sent_is_an_error_on_all_ranks() -> None:
 
     said = "state: rank(s) 0: a set cannot be sent: only tensors, numbers, texts, lists, tuples and dictionaries can"
     assert on_ranks(2, main, timeout_s=60.0) == [said] * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"patience_s": 0}, "patience_s=0 must be a positive, finite number of seconds"),
+        ({"timeout_s": -1.0}, "timeout_s=-1.0 must be a positive"),
+        ({"timeout_s": float("inf")}, "timeout_s=inf must be a positive"),
+        ({"timeout_s": float("nan")}, "timeout_s=nan must be a positive"),
+        ({"timeout_s": "60"}, "timeout_s='60' must be a positive"),
+        ({"device": "cuda"}, "device=cuda, but torch finds no GPU here"),
+        ({"device": "gpu"}, "device=gpu: there is auto, cpu, cuda"),
+    ],
+)
+def test_a_world_that_cannot_be_is_refused(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=message):
+        engine.init(**given)
 
 
 AGAIN = """

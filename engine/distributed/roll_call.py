@@ -40,9 +40,10 @@ class RollCall:
             for rank, at in seen.items()
             if at < here
         ]
-        names = list(self._names[self.bucket])
+        number = max(self.bucket, 0)
+        names = list(self._names[number])
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        what = f"{', '.join(names[:SHOWN])}{more} (bucket {self.bucket + 1} of {len(self._names)})"
+        what = f"{', '.join(names[:SHOWN])}{more} (bucket {number + 1} of {len(self._names)})"
         return (
             f"step {self.step}: rank {self._world.rank} has waited {seconds:.0f} s for {what}; "
             f"there: rank(s) {', '.join(there)}; missing: {'; '.join(late) or 'nobody, the exchange itself is slow'}"

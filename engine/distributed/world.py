@@ -7,6 +7,7 @@ same program, so they meet. Gloo between CPUs (on loopback where all ranks are o
 from __future__ import annotations
 
 import atexit
+import math
 import os
 from datetime import timedelta
 from typing import Any
@@ -54,13 +55,19 @@ _joinings = 0  # all ranks join equally often, and each time under keys of its o
 def init(timeout_s: float = TIMEOUT_S, patience_s: float = PATIENCE_S, device: str = "auto") -> World:
     """Join the other ranks; needed only to change these values. `device`: "cpu", "cuda" or "auto".
 
-    `timeout_s` limits every wait for another rank. ValueError where this process has joined already.
+    `timeout_s` limits every wait for another rank. ValueError where this process has joined already, where a time is
+    no positive number, and for GPUs that are not there.
     """
     global _world  # noqa: PLW0603  # a process is one rank of one world
     if _world is not None:
         raise ValueError("engine.init() comes first, before anything else of the engine is used, and once")
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device={device}: there is auto, cpu, cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda, but torch finds no GPU here: use device=cpu or auto")
+    for name, seconds in (("timeout_s", timeout_s), ("patience_s", patience_s)):
+        if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
+            raise ValueError(f"{name}={seconds!r} must be a positive, finite number of seconds")
     store = _store(timeout_s)
     _world = World(_transport(store, timeout_s, device), store, patience_s)
     atexit.register(shutdown)
