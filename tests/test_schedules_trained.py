@@ -108,8 +108,8 @@ def test_programs_of_torch_train(name: str, kind: str, tmp_path: Path) -> None:
     ran = run_threads(wanted)
     close(ran, expected)
     assert ran.losses() == pytest.approx(losses, rel=1e-12)
-    bitwise = all(torch.equal(value, expected[key]) for key, value in ran.state().items())
-    assert bitwise == (name != "ScheduleLoopedBFS")
+    if name != "ScheduleLoopedBFS":
+        assert all(torch.equal(value, expected[key]) for key, value in ran.state().items())
 
 
 def test_a_short_batch_of_a_program_from_a_file(tmp_path: Path) -> None:
