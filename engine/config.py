@@ -164,6 +164,7 @@ def _scalar(kind: type, value: Any, path: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if type(value) is not kind:
+        one_of(path, value, CHOICES.get(path, (value,)))
         raise ValueError(f"{path}={_shown(value)} is not {words[kind]}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{path}={value} is not a finite number")

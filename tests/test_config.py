@@ -110,9 +110,10 @@ def test_mistyped_keys_are_refused_with_the_right_one(path: str, drop: int) -> N
 def test_choices(path: str) -> None:
     for choice in CHOICES[path]:
         assert get(from_plain(plain(**{path: choice})), path) == choice
-    with pytest.raises(ValueError, match=f"{path}=nothing: no such choice") as caught:
-        from_plain(plain(**{path: "nothing"}))
-    assert all(choice in str(caught.value) for choice in CHOICES[path])
+    for wrong, shown in (("nothing", "nothing"), (3, "3"), (None, "null"), (True, "True"), ([], r"\[\]")):
+        with pytest.raises(ValueError, match=f"{path}={shown}: no such choice") as caught:
+            from_plain(plain(**{path: wrong}))
+        assert all(choice in str(caught.value) for choice in CHOICES[path])
 
 
 @pytest.mark.parametrize(("path", "value"), [(p, v) for p, values in LATER.items() for v in values])
