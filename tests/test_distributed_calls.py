@@ -88,6 +88,60 @@ def test_synchronizing_twice_is_synchronizing_once(op: str) -> None:
     assert on_ranks(2, main) == [[step, 2 * step]] * 2
 
 
+@pytest.mark.parametrize("compression", [Compression.none, Compression.fp16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.bfloat16])
+def test_a_rank_that_drops_what_others_step_with_is_noticed_on_all(
+    dtype: torch.dtype, compression: Compression
+) -> None:
+    """One that catches an error in its backward and goes on, say: its weights are its own from then on."""
+
+    def main(world: World) -> str:
+        p = nn.Parameter(torch.zeros(3, dtype=dtype))
+        optimizer = DistributedOptimizer(torch.optim.SGD([p], lr=0.1), compression=compression, world=world)
+
+        def backward() -> None:
+            (p * 2).sum().abs().backward()
+
+        for _ in range(10):  # together it is allowed, however often
+            backward()
+            optimizer.zero_grad()
+        for step in range(3):
+            backward()
+            if step == 1 and world.rank == 1:
+                optimizer.zero_grad()
+                backward()
+            if (step == 1 and world.rank == 1) or step == 2:
+                with pytest.raises(RuntimeError) as noticed:
+                    optimizer.step()
+                return str(noticed.value)
+            optimizer.step()
+            optimizer.zero_grad()
+        raise AssertionError
+
+    first, second, third = on_ranks(3, main)
+    assert first.startswith("step 12: rank(s) 1 called zero_grad() between backward and step where rank 0 stepped")
+    assert second.startswith("step 12: rank(s) 0, 2 called") and "rank(s) 1 called" in third
+
+
+def test_drops_while_a_rank_has_joined_do_not_count() -> None:
+    def main(world: World) -> float:
+        p = nn.Parameter(torch.zeros(1))
+        optimizer = DistributedOptimizer(torch.optim.SGD([p], lr=1.0), world=world)
+        for step in range(0 if world.rank else 3):
+            p.sum().backward()
+            if step != 1:
+                optimizer.step()
+            optimizer.zero_grad()
+        optimizer.join()
+        for _ in range(2):
+            p.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return p.item()
+
+    assert on_ranks(2, main) == [-4.0, -4.0]
+
+
 # -- arguments -------------------------------------------------------------------------------------------------------
 
 

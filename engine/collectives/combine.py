@@ -19,6 +19,8 @@ from engine.collectives.base import Collective
 from engine.collectives.compression import Compression, Feedback, scale_for
 from engine.collectives.layout import Bucket
 
+DROPS = 8  # small whole numbers, exact in every dtype
+
 
 class Combine(Protocol):
     """`marks`: how many leading elements of each bucket are the combiner's own; `shards`: see `Bucket`."""
@@ -45,10 +47,11 @@ class Sum:
 class Mean:
     """The mean (or, with `average=False`, the sum) over the members that take part.
 
-        marks    [ 1 where member i takes part | the largest magnitude among member i's gradients ]     i = 0..N-1
+        marks    [ 1 or more where member i takes part | the largest magnitude among its gradients ]     i = 0..N-1
 
     A member without samples sets `takes_part` to False and adds nothing; `present` says which members took part in the
-    last bucket. The magnitudes are there for compression: all members scale by the largest of them.
+    last bucket. Those that do also tell `dropped`, how many results they have thrown away (modulo DROPS): `odd` are the
+    members that do not agree with this one. The magnitudes are there for compression: all scale by the largest of them.
     """
 
     shards = 1
@@ -56,6 +59,8 @@ class Mean:
     def __init__(self, collective: Collective, compression: Compression, average: bool = True) -> None:
         self.takes_part = True
         self.present = [True] * len(collective.members)
+        self.dropped = 0
+        self.odd: list[int] = []
         self._collective, self._compression, self._average = collective, compression, average
         self.marks = 2 * len(collective.members)
         self.begin: Callable[[int], None] = lambda number: None  # called with the number of each bucket
@@ -66,7 +71,8 @@ class Mean:
         size, mine = len(self._collective.members), self._collective.position
         head, data = flat[: bucket.head], flat[bucket.head :]
         head[: self.marks] = 0
-        head[mine] = float(self.takes_part)
+        own = 1 + self.dropped % DROPS
+        head[mine] = own if self.takes_part else 0
         narrow = self._average and flat.dtype is torch.float16
         if narrow:
             data.div_(size)
@@ -80,7 +86,9 @@ class Mean:
             head[size + mine] = data.abs().max() if data.numel() else 0
             self._collective.all_reduce(head)
             self._half(feedback, data, scale_for(float(head[size : 2 * size].max()), size))
-        self.present = [mark != 0 for mark in head[:size].tolist()]
+        told = head[:size].tolist()
+        self.present = [mark != 0 for mark in told]
+        self.odd = [member for member, mark in zip(self._collective.members, told, strict=True) if mark not in (0, own)]
         present = max(1, sum(self.present))
         if narrow and present < size:
             data.mul_(size / present)

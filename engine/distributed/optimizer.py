@@ -182,6 +182,12 @@ class Synchronizer:
         self.done = True
         self._step += 1
         self._begin()
+        if self.combine.takes_part and self.combine.odd:
+            raise RuntimeError(
+                f"step {self._step - 1}: rank(s) {', '.join(map(str, self.combine.odd))} called zero_grad() between "
+                f"backward and step where rank {self.world.rank} stepped, or the other way round: their weights differ "
+                "since then. All ranks must drop a step or none; broadcast_parameters makes weights alike"
+            )
 
     def require_known(self, groups: Sequence[dict[str, Any]]) -> None:
         """ValueError where a parameter has come to the optimizer's groups that the ranks have not agreed on."""
@@ -241,9 +247,13 @@ class _Steps:
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps an optimizer's step once; the class behind this one's is
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ever. Gradients that are on their way already arrive first, on all ranks, and are dropped."""
+        """As ever. Gradients that are on their way already arrive first, on all ranks, and are dropped.
+
+        Where some ranks drop what others step with, the next reduction is a RuntimeError on all of them.
+        """
         if self._sync.begun:
             self._sync.run()
+            self._sync.combine.dropped += 1
         self._sync.done = False
         following: Any = super()
         following.zero_grad(set_to_none)
@@ -267,6 +277,7 @@ class _Steps:
             sync.run()
             present = sync.combine.present
         sync.combine.takes_part = True
+        sync.combine.dropped = 0  # ranks that had joined took part in drops of others without knowing
         self.zero_grad()
         broadcast_parameters(sync.named, last, sync.world)
         broadcast_optimizer_state(self, last, sync.world)  # type: ignore[arg-type]
