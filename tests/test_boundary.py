@@ -98,6 +98,13 @@ def test_dense_layouts_keep_their_strides() -> None:
         assert received.data_ptr() % 64 == 0
 
 
+@given(tensors().filter(lambda tensor: tensor.numel() > 0))
+def test_what_crosses_lies_as_a_copy_on_the_same_rank(tensor: torch.Tensor) -> None:
+    """So where stages are put does not decide about layouts, and with them about last digits."""
+    for each in (tensor, tensor.transpose(0, -1) if tensor.dim() > 1 else tensor, tensor.unsqueeze(-1)):
+        assert through(each).stride() == each.clone().stride()
+
+
 def test_gradients_come_back_and_absent_ones_stay_absent() -> None:
     message = Message(describe((torch.ones(2, requires_grad=True), torch.arange(3), torch.ones(4, requires_grad=True))))
     layout = message.forward

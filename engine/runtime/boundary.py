@@ -8,7 +8,8 @@ One message per action, whatever the nesting: a hop costs one latency. Its size 
 both ends hold. The header names what is inside, so that a message out of step is found at once; says which gradients
 are absent (an absent gradient is not a gradient of zeros: weight decay would move the parameter); and carries strides,
 because an operator's last digits depend on its operands' memory layout. Tensors that are not dense (slices, expanded)
-travel contiguous. `acknowledged` counts messages consumed on the opposite channel: the sender may release those.
+travel as their `clone()` would lie. `acknowledged` counts messages consumed on the opposite channel: the sender may
+release those.
 
 A received tensor is built over its part of the buffer by `set_`, not as a view: views share one version counter, and
 an in-place first layer would then invalidate what its neighbours saved.
@@ -260,13 +261,14 @@ def _aligned(nbytes: int) -> int:
 
 
 def dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """`stride` where the elements of such a tensor fill a block of memory once each, else those of a contiguous one."""
+    """`stride` where the elements of such a tensor fill a block of memory once each, else that of its `clone()`: what
+    crosses is laid out as what one stage hands to the next on the same rank."""
     expected = 1
     for size, step in sorted(zip(shape, stride, strict=True), key=lambda pair: pair[1]):
         if size == 1:
             continue
         if step != expected:
-            return tuple(torch.empty(shape, device="meta").stride())
+            return tuple(torch.empty_strided(shape, stride, device="meta").clone().stride())
         expected *= size
     return tuple(stride)
 
