@@ -8,6 +8,7 @@ gets past Hydra), and so is a value of another type. Nothing here imports torch:
 from __future__ import annotations
 
 import math
+import os
 import secrets
 import types
 from collections.abc import Iterable, Mapping
@@ -192,6 +193,7 @@ def check(settings: Settings) -> None:
     _check_ranges(settings)
     _check_size(settings)
     _check_files(settings)
+    _check_pinning(settings)
     if settings.plan.compare:
         _check_comparison(settings)
     else:
@@ -247,6 +249,14 @@ def _check_files(settings: Settings) -> None:
             f"this process may open {open_files()} files, and a run of {settings.world} ranks needs {needed}: raise "
             f"the limit (ulimit -n {max(1024, 2 * needed)}), or lower pipeline.ranks or data_parallel.replicas"
         )
+
+
+def _check_pinning(settings: Settings) -> None:
+    """Only a process of its own can be kept to cores, and where GPUs compute they decide what is near."""
+    unfit = {"with launch=threads": settings.launch == "threads", "with device=cuda": settings.device == "cuda"}
+    for where, so in (unfit | {"on this system": not hasattr(os, "sched_setaffinity")}).items():
+        if settings.pin_workers and so:
+            raise ValueError(f"pin_workers=true is not possible {where}; use pin_workers=false")
 
 
 def _check_schedule(settings: Settings) -> None:

@@ -32,6 +32,13 @@ def good(job: Job, rank: int, meeting: Any, post: Post) -> None:
     post(encode("done", {"rank": rank}))
 
 
+def kept(job: Job, rank: int, meeting: Any, post: Post) -> None:
+    """Tells which cores it may use."""
+    _hello(rank, post)
+    logging.getLogger("user").info("cores %s", sorted(os.sched_getaffinity(0)))
+    post(encode("done", {"rank": rank}))
+
+
 def silent(job: Job, rank: int, meeting: Any, post: Post) -> None:
     """Rank 1 returns without having said that it is done."""
     good(job, rank, meeting, post) if rank != 1 else None

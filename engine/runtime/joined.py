@@ -29,7 +29,7 @@ from engine.runtime.clock import Clocks
 from engine.runtime.environment import one_host
 from engine.runtime.mailbox import Mailbox
 from engine.runtime.meet import connect
-from engine.runtime.rank import Post, forward_logging, guarded, limit_threads, thread_logging, work
+from engine.runtime.rank import Post, forward_logging, guarded, keep_to_cores, limit_threads, thread_logging, work
 from engine.runtime.supervise import PEER_GRACE_S, SURE_GRACE_S, OnRecord
 from engine.runtime.verdict import Outcome, Verdict
 
@@ -69,6 +69,7 @@ class Meeting:
 
         def main() -> None:
             limit_threads(job)
+            keep_to_cores(job, 0)
             with thread_logging(0, inbox.put):
                 guarded(0, inbox.put, lambda: self._work(job, inbox.put))
 
@@ -99,6 +100,7 @@ class Meeting:
             post = Mailbox(self.store.clone(), self.rank, self.world).post
             forward_logging(self.rank, post)
             limit_threads(job)
+            keep_to_cores(job, self.rank)
             succeeded = guarded(self.rank, post, lambda: self._work(job, post))
             code = 0 if succeeded else 1
         self._leave()

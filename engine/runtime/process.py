@@ -30,6 +30,7 @@ def main(entry: Any, job: Job, rank: int, meeting: Any, pipe: Connection, positi
 
     surroundings.forward_logging(rank, post)
     surroundings.limit_threads(job)
+    surroundings.keep_to_cores(job, rank)
     succeeded = surroundings.guarded(rank, post, lambda: entry(job, rank, meeting, post))
     pipe.close()
     if not succeeded:

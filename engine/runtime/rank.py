@@ -23,7 +23,7 @@ from engine.errors import message_of, printable
 from engine.job import Job
 from engine.records import encode
 from engine.runtime.clock import Clocks
-from engine.runtime.environment import cores
+from engine.runtime.environment import cores, ranks_per_host, share_of_cores
 from engine.runtime.position import place_of
 from engine.runtime.transport import PeerError, Transport
 
@@ -100,6 +100,14 @@ def threads_per_worker(job: Job) -> int:
 def limit_threads(job: Job) -> None:
     """Set the calling thread's number of torch threads."""
     torch.set_num_threads(threads_per_worker(job))
+
+
+def keep_to_cores(job: Job, rank: int) -> None:
+    """Keep the calling thread, and what it starts, to this rank's share of the host's cores, if that is asked for."""
+    if job.settings.pin_workers:
+        here = ranks_per_host(job.world)
+        share = share_of_cores(rank % here, here, threads_per_worker(job), sorted(os.sched_getaffinity(0)))
+        os.sched_setaffinity(0, share)
 
 
 class PostLog(logging.Handler):

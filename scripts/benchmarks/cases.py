@@ -123,6 +123,11 @@ GPT = Case(
 )
 
 
+def pinned(case: Case) -> Case:
+    """The same where our workers keep to cores of their own."""
+    return replace(case, name=f"{case.name}, pinned", choices=(*case.choices, "pin_workers=true"), plain=False)
+
+
 def over_gloo(case: Case) -> Case:
     """The same with our messages sent as the peer's are, not through shared memory."""
     return replace(case, name=f"{case.name}, gloo", choices=(*case.choices, "transport=gloo"), plain=False)
@@ -130,7 +135,7 @@ def over_gloo(case: Case) -> Case:
 
 SLEEP = [sleep("gpipe"), sleep("1f1b")]
 GROUPS = {
-    "sleep": [*SLEEP, *map(over_gloo, SLEEP)],
+    "sleep": [*SLEEP, *map(pinned, SLEEP), *map(over_gloo, SLEEP)],
     "tiny": [TINY, over_gloo(TINY)],
     "resnet50": [RESNET50],
     "gpt": [GPT],
