@@ -112,15 +112,24 @@ class Board:
                 self._writer.flush()
 
     def close(self) -> None:
+        try:
+            if self._writer is not None:
+                with self._writing():
+                    self._writer.close()
+        finally:
+            self._give_hook_back()
+
+    def _give_hook_back(self) -> None:
+        """Once a writer's thread that has failed has told the present one."""
+        for thread in threading.enumerate():
+            if _of_a_writer(thread) and getattr(thread, "exception", None) is not None:
+                thread.join(FLUSH_S)
         if threading.excepthook == self._of_a_thread:
             threading.excepthook = self._hook
-        if self._writer is not None:
-            with self._writing():
-                self._writer.close()
 
     def _of_a_thread(self, failed: threading.ExceptHookArgs) -> None:
         """What the writer's thread raises, the next call here raises again: one report is enough."""
-        if not type(failed.thread).__module__.startswith("tensorboard"):
+        if not _of_a_writer(failed.thread):
             self._hook(failed)
 
     def _writing(self) -> AbstractContextManager[None]:
@@ -145,6 +154,10 @@ class Board:
         if self._writer is None:
             self._writer = self._make_writer(str(self._folder), flush_secs=FLUSH_S)
         return self._writer
+
+
+def _of_a_writer(thread: threading.Thread | None) -> bool:
+    return type(thread).__module__.startswith("tensorboard")
 
 
 def _chart(made: Any, title: str, curves: Sequence[Any]) -> Any:
