@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from toys import Swallow
 
 from engine.runtime.split import Later, Routing
 from engine.runtime.stage import Draw, Stage, StageLayer
@@ -415,15 +416,6 @@ def test_tensors_with_overrides_of_their_own_keep_them() -> None:
 
 
 def test_an_absent_gradient_stays_absent() -> None:
-    class Swallow(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> None:
-            return None
-
     check(Free(lambda m, x: Swallow.apply(m.a(x)) + m.b(x)), 5, WIDTH)
     model = Free(lambda m, x: Swallow.apply(m.a(x)) + m.b(x))
     trained(model, [torch.randn(5, WIDTH)], True)

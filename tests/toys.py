@@ -180,7 +180,7 @@ def sometimes(width: int = 8, classes: int = 5) -> Layers:
     return [("first", lambda: Sometimes(width)), ("tanh", nn.Tanh), ("head", lambda: nn.Linear(width, classes))]
 
 
-class _Swallow(torch.autograd.Function):
+class Swallow(torch.autograd.Function):
     """The identity, whose backward gives nothing."""
 
     @staticmethod
@@ -202,7 +202,7 @@ class Closed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         closed = self.always or (not _fake(x) and float(x.detach().flatten()[0]) > 0)
-        return self.linear(x.detach()) + (_Swallow.apply(x) if closed else x)
+        return self.linear(x.detach()) + (Swallow.apply(x) if closed else x)
 
 
 def closed(always: bool = True, width: int = 8, classes: int = 5) -> Layers:
