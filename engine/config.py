@@ -38,6 +38,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "transport": ("auto", "shared_memory", "gloo"),
     "precision": ("fp32", "bf16", "fp64"),
     "recompute": ("none",),
+    "pin_workers": ("never", "waiting", "always"),
     "data_parallel.mode": ("sync", "async"),
 }
 PARTITIONS = ("model", "manual", "uniform", "parameters")
@@ -255,8 +256,8 @@ def _check_pinning(settings: Settings) -> None:
     """Only a process of its own can be kept to cores, and where GPUs compute they decide what is near."""
     unfit = {"with launch=threads": settings.launch == "threads", "with device=cuda": settings.device == "cuda"}
     for where, so in (unfit | {"on this system": not hasattr(os, "sched_setaffinity")}).items():
-        if settings.pin_workers and so:
-            raise ValueError(f"pin_workers=true is not possible {where}; use pin_workers=false")
+        if settings.pin_workers == "always" and so:
+            raise ValueError(f"pin_workers=always is not possible {where}; use pin_workers=waiting or never")
 
 
 def _check_schedule(settings: Settings) -> None:

@@ -82,7 +82,7 @@ class Settings:
     device: str = "auto"
     precision: str = "fp32"
     threads_per_worker: int | None = None  # null: OMP_NUM_THREADS, else cores / workers, at least 1
-    pin_workers: bool = False  # each worker process keeps to cores of its own, neighbours to different ones
+    pin_workers: str = "waiting"  # when a worker process keeps to its share of the cores: never | waiting | always
     timeout_s: float = 600.0
     transport: str = "auto"  # between CPU processes; auto: shared memory on one Linux host, else gloo
     recompute: str = "none"

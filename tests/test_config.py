@@ -109,9 +109,9 @@ def test_mistyped_keys_are_refused_with_the_right_one(path: str, drop: int) -> N
 @pytest.mark.parametrize("unfit", ["launch=threads", "device=cuda"])
 def test_only_processes_on_cpus_are_pinned(unfit: str) -> None:
     name, _, value = unfit.partition("=")
-    with pytest.raises(ValueError, match=f"pin_workers=true is not possible with {unfit}"):
-        from_plain(plain(pin_workers=True, **{name: value}))
-    assert from_plain(plain(pin_workers=True)).pin_workers
+    with pytest.raises(ValueError, match=f"pin_workers=always is not possible with {unfit}"):
+        from_plain(plain(pin_workers="always", **{name: value}))
+    assert from_plain(plain(pin_workers="always")).pin_workers == "always"
 
 
 @pytest.mark.parametrize("path", sorted(CHOICES))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 import os
 import signal
@@ -27,9 +26,7 @@ from engine.plan.lowering import lower
 from engine.plan.schedules import build
 from engine.records import Record
 from engine.runtime import supervise
-from engine.runtime.environment import cores, share_of_cores
 from engine.runtime.launch import in_processes, in_threads
-from engine.runtime.rank import threads_per_worker
 from engine.runtime.supervise import warm_up
 from engine.runtime.transport import Edge
 from engine.runtime.verdict import Outcome, Verdict
@@ -189,33 +186,13 @@ def test_threads_per_worker_reach_the_worker(records: list[Record]) -> None:
     assert {r.meta["threads"] for r in records if r.kind == "ready"} == {3}
 
 
-@given(st.integers(1, 9), st.integers(1, 4), st.sets(st.integers(0, 99), min_size=1, max_size=12).map(sorted))
-def test_shares_of_cores(workers: int, threads: int, allowed: list[int]) -> None:
-    shares = [share_of_cores(place, workers, threads, allowed) for place in range(workers)]
-    assert all(len(share) == min(threads, len(allowed)) and share <= set(allowed) for share in shares)
-    if workers * threads <= len(allowed):
-        assert sum(map(len, shares)) == len(set().union(*shares))
-    elif 2 * threads <= len(allowed):
-        assert all(not one & other for one, other in itertools.pairwise(shares))
-
-
 @pytest.mark.process
 def test_a_pinned_worker_keeps_to_its_share(records: list[Record]) -> None:
     allowed = sorted(os.sched_getaffinity(0))
-    run(launched.kept, records, ranks=3, threads_per_worker=1, pin_workers=True)
+    run(launched.kept, records, ranks=3, threads_per_worker=1, pin_workers="always")
     told = {r.meta["rank"]: r.meta["message"] for r in records if r.kind == "log" and r.meta["logger"] == "user"}
     assert told == {rank: f"cores {[allowed[rank % len(allowed)]]}" for rank in range(3)}
     assert sorted(os.sched_getaffinity(0)) == allowed  # of the parent
-
-
-def test_threads_share_out_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for ranks, replicas in ((1, 1), (2, 1), (2, 2), (64, 4)):
-        each = threads_per_worker(job_of(ranks, replicas))
-        assert each >= 1 and (each == 1 or each * ranks * replicas <= cores())
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert threads_per_worker(job_of(4)) == 7
-    assert threads_per_worker(job_of(4, threads_per_worker=2)) == 2
 
 
 COOLING = """

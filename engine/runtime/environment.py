@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import resource
-from collections.abc import Sequence
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
 
@@ -34,14 +33,6 @@ def open_files() -> float:
 def cores() -> int:
     """Processor cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def share_of_cores(place: int, workers: int, threads: int, allowed: Sequence[int]) -> set[int]:
-    """The cores of the worker at `place` among `workers` on a host, each with so many threads, of those allowed.
-
-    Cores of its own where there are enough; else they go round, so that neighbours do not share one.
-    """
-    return {allowed[(place * threads + k) % len(allowed)] for k in range(threads)}
 
 
 def ranks_per_host(world: int) -> int:

@@ -26,10 +26,11 @@ from engine.job import Job
 from engine.records import decode, encode
 from engine.runtime import interrupt
 from engine.runtime.clock import Clocks
+from engine.runtime.cores import keep_to_cores, limit_threads
 from engine.runtime.environment import one_host
 from engine.runtime.mailbox import Mailbox
 from engine.runtime.meet import connect
-from engine.runtime.rank import Post, forward_logging, guarded, keep_to_cores, limit_threads, thread_logging, work
+from engine.runtime.rank import Post, forward_logging, guarded, thread_logging, work
 from engine.runtime.supervise import PEER_GRACE_S, SURE_GRACE_S, OnRecord
 from engine.runtime.verdict import Outcome, Verdict
 

@@ -20,7 +20,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from engine.job import Job
 from engine.records import decode
 from engine.runtime import environment, interrupt, joined
-from engine.runtime.rank import guarded, limit_threads, thread_logging, work
+from engine.runtime.cores import limit_threads
+from engine.runtime.rank import guarded, thread_logging, work
 from engine.runtime.supervise import Entry, OnRecord, Supervisor
 from engine.runtime.verdict import Outcome, Verdict
 

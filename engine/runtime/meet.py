@@ -7,6 +7,7 @@ from datetime import timedelta
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from engine.job import Job
+from engine.runtime.cores import polling
 from engine.runtime.transport import Transport
 from engine.runtime.transport.processes import between_processes, without_shared_memory
 from engine.settings import Settings
@@ -42,4 +43,5 @@ def connect(job: Job, rank: int, store: Store) -> Transport:
         from engine.runtime.transport.nccl import NcclTransport  # builds of torch for CPUs have no NCCL
 
         return NcclTransport(rank, job.world, store, timeout_s, device_of(job, rank))
-    return between_processes(rank, job.world, store, timeout_s, transport_of(job.settings) == "shared_memory")
+    shared_memory = transport_of(job.settings) == "shared_memory"
+    return between_processes(rank, job.world, store, timeout_s, shared_memory, polling(job, rank))

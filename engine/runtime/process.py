@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from engine.job import Job
-from engine.runtime import position
+from engine.runtime import cores, position
 from engine.runtime import rank as surroundings
 from engine.runtime.meet import client, connect
 
@@ -29,8 +29,8 @@ def main(entry: Any, job: Job, rank: int, meeting: Any, pipe: Connection, positi
             pipe.send_bytes(record)
 
     surroundings.forward_logging(rank, post)
-    surroundings.limit_threads(job)
-    surroundings.keep_to_cores(job, rank)
+    cores.limit_threads(job)
+    cores.keep_to_cores(job, rank)
     succeeded = surroundings.guarded(rank, post, lambda: entry(job, rank, meeting, post))
     pipe.close()
     if not succeeded:

@@ -1,4 +1,4 @@
-"""What surrounds a worker, however it was launched: its threads, its log lines, its last words.
+"""What surrounds a worker, however it was launched: its log lines, its last words.
 
 `guarded` runs the worker and turns whatever it raises, KeyboardInterrupt and SystemExit included, into one `error`
 record, which says whether the error is the rank's own or only what it saw of another rank's end. A worker that
@@ -10,20 +10,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import resource
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 
-import torch
-
 from engine.errors import message_of, printable
 from engine.job import Job
 from engine.records import encode
 from engine.runtime.clock import Clocks
-from engine.runtime.environment import cores, ranks_per_host, share_of_cores
 from engine.runtime.position import place_of
 from engine.runtime.transport import PeerError, Transport
 
@@ -84,30 +80,6 @@ def _remedy(error: BaseException) -> str:
             "pipeline.ranks or data_parallel.replicas"
         )
     return ""
-
-
-def threads_per_worker(job: Job) -> int:
-    """Threads that torch may use in each worker: as configured, else OMP_NUM_THREADS, else the cores shared out."""
-    configured = job.settings.threads_per_worker
-    if configured is not None:
-        return configured
-    told = os.environ.get("OMP_NUM_THREADS", "")
-    if told.isdecimal() and int(told) > 0:
-        return int(told)
-    return max(1, cores() // job.world)
-
-
-def limit_threads(job: Job) -> None:
-    """Set the calling thread's number of torch threads."""
-    torch.set_num_threads(threads_per_worker(job))
-
-
-def keep_to_cores(job: Job, rank: int) -> None:
-    """Keep the calling thread, and what it starts, to this rank's share of the host's cores, if that is asked for."""
-    if job.settings.pin_workers:
-        here = ranks_per_host(job.world)
-        share = share_of_cores(rank % here, here, threads_per_worker(job), sorted(os.sched_getaffinity(0)))
-        os.sched_setaffinity(0, share)
 
 
 class PostLog(logging.Handler):

@@ -15,6 +15,7 @@ import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -31,12 +32,21 @@ _ATTENTION_S = 0.02  # how long a rank that waits for a send leaves its posted r
 _SIZE = struct.Struct("q")
 
 
+Polling = Callable[[select.poll, float], list[tuple[int, int]]]  # what was asked for within so many milliseconds
+
+
+def anywhere(poll: select.poll, patience_ms: float) -> list[tuple[int, int]]:
+    """A wait without regard to cores."""
+    return poll.poll(patience_ms)
+
+
 class Owner(Protocol):
     """What an end needs to know of the rank that it belongs to."""
 
     rank: int
     timeout_s: float
     aborted: bool
+    polling: Polling
 
     def fill_posted(self) -> None: ...
 
@@ -81,7 +91,7 @@ class _End(AnyMemory):
         for patience in (limit_s * 1e3, 0.0):
             with contextlib.suppress(BlockingIOError):
                 return os.eventfd_read(self._fd)
-            if patience and not self._poll.poll(patience):
+            if patience and not self._transport.polling(self._poll, patience):
                 return 0
         if self._transport.aborted:
             raise PeerLost(f"{self.what()}: this rank was aborted", self._peer)
