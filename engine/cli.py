@@ -3,7 +3,8 @@
     main ──> Hydra ──> for each job: _job ──> config.load ──> run.train or run.plan
                                        └─ returns its Outcome, never raises: a failed job must not end a sweep
 
-Exit codes: 0 all well; 1 a run failed; 2 the configuration is wrong, nothing was started; 128 + n ended by signal n.
+Exit codes: 0 all well; 1 a run failed, or of a sweep some job did not end well; 2 the configuration is wrong, nothing
+was started; 128 + n ended by signal n.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import secrets
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -34,6 +35,9 @@ from engine.errors import Interrupted
 from engine.report.files import UnwritableError
 from engine.runtime import environment, interrupt
 from engine.runtime.verdict import Outcome
+
+if TYPE_CHECKING:
+    from engine.report.sweep.rows import Row
 
 _outcomes: list[Outcome] = []  # of the jobs of this call of main, in order
 
@@ -78,8 +82,14 @@ def _compose() -> int:
             if complaint is None:
                 raise
             _outcomes.append(Outcome("failed", complaint, run.REFUSED))
-            return report(_outcomes[-1])
-    return max((outcome.exit_code for outcome in _outcomes), default=0)
+            report(_outcomes[-1])
+    return _exit_code()
+
+
+def _exit_code() -> int:
+    """Of all jobs together. `REFUSED` says that nothing was started: some of a sweep's jobs may have been."""
+    codes = {outcome.exit_code for outcome in _outcomes}
+    return max(codes, default=0) if len(codes) < 2 else 1
 
 
 def _check_start() -> None:
@@ -155,5 +165,11 @@ class SweepTable(Callback):
             report(_outcomes[-1])
             return
         print(f"\n{folder / PAGE}", flush=True)
-        if any(row["status"] != "completed" for row in rows):  # with a launcher that runs jobs elsewhere, the only sign
-            _outcomes.append(Outcome("failed", None, 1))
+        if not _outcomes:  # a launcher ran the jobs elsewhere: their folders are the only sign
+            _outcomes.extend(Outcome(row["status"], None, _code(row, folder)) for row in rows)
+
+
+def _code(row: Row, folder: Path) -> int:
+    """The exit code of a job that another process ran."""
+    refused = row["status"] == "failed" and not (folder / row["job"] / run.CONFIG_NAME).exists()
+    return 0 if row["status"] == "completed" else run.REFUSED if refused else 1

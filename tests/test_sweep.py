@@ -10,8 +10,9 @@ from pathlib import Path
 import command
 import pytest
 from command import Engine
+from omegaconf import OmegaConf
 
-from engine import run
+from engine import cli, run
 from engine.runtime.verdict import Outcome
 from engine.settings import Settings
 
@@ -42,13 +43,47 @@ def test_one_folder_per_job_and_a_table(engine: Engine) -> None:
 
 def test_a_failed_job_neither_stops_nor_hides_the_others(engine: Engine) -> None:
     said = engine("-m", *SMALL, "pipeline.microbatches=1,100,2")
-    assert said.code == run.REFUSED
+    assert said.code == 1
     assert "pipeline.microbatches=100" in said.err
     rows = json.loads((sweep_folder(said.folder) / "comparison.json").read_text())
     assert [row["status"] for row in rows] == ["completed", "failed", "completed"]
     assert said.out.splitlines()[-1] == str(sweep_folder(said.folder) / "comparison.html")
     assert "\njob 1: pipeline.microbatches=100" in said.out.rpartition("overrides")[2]
     assert "pipeline.microbatches=100" in (sweep_folder(said.folder) / "comparison.html").read_text()
+
+
+CODES = {  # micro-batches of the jobs, of which 0 is refused and 3 fails -> the exit code
+    "1,2": 0,
+    "1,0": 1,
+    "0,1": 1,
+    "0,3": 1,
+    "1,3": 1,
+    "0,-1": run.REFUSED,
+}
+
+
+@pytest.mark.parametrize("jobs", CODES)
+def test_the_exit_code_says_whether_anything_was_started(
+    jobs: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(settings: Settings, start_dir: str, run_dir: str) -> Outcome:
+        folder, failed = Path(run_dir), settings.pipeline.microbatches == 3
+        (folder / run.CONFIG_NAME).write_text("{}")
+        return run.finish(folder, Outcome("failed", "it broke", 1) if failed else Outcome("completed"), settings)
+
+    monkeypatch.setattr(run, "train", train)
+    said = engine("-m", f"pipeline.microbatches={jobs}")
+    assert said.code == CODES[jobs], said.err
+    cli._outcomes.clear()  # as if a launcher had run the jobs in other processes
+    cli.SweepTable().on_multirun_end(OmegaConf.create({"hydra": {"sweep": {"dir": str(sweep_folder(said.folder))}}}))
+    assert cli._exit_code() == CODES[jobs]
+
+
+def test_a_sweep_whose_folder_is_taken_starts_nothing(engine: Engine) -> None:
+    given = ["-m", "mode=plan", "hydra.sweep.dir=here"]
+    (engine(*given, "pipeline.microbatches=1").folder / "here" / "0" / run.CONFIG_NAME).write_text("{}")
+    assert engine(*given, "pipeline.microbatches=1").code == run.REFUSED
+    assert engine(*given, "pipeline.microbatches=1,2").code == 1
 
 
 def test_an_interruption_ends_the_sweep(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
