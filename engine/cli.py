@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from engine import run
 from engine.arguments import UsageError, arranged
-from engine.complaints import explain
+from engine.complaints import check_groups, explain
 from engine.config import CONF, load
 from engine.console import forgiving
 from engine.errors import Interrupted
@@ -73,12 +73,13 @@ def _compose() -> int:
             with interrupt.raising():
                 _check_start()
                 sys.argv[1:] = arranged(sys.argv[1:])
+                check_groups(sys.argv[1:])
                 hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(_job)()
         except KeyboardInterrupt as error:
             _outcomes.append(run.outcome_of(error))
             return report(_outcomes[-1])
         except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
-            complaint = explain(error, sys.argv[1:])
+            complaint = explain(error)
             if complaint is None:
                 raise
             _outcomes.append(Outcome("failed", complaint, run.REFUSED))

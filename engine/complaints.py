@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import MissingConfigException, OverrideParseException
+from hydra.core.override_parser.types import ChoiceSweep, Glob, QuotedString, Sweep
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -16,12 +19,13 @@ QUOTING = (
     "An override is key=value; quote what the shell or Hydra would take apart: 'partition.split=[layer2,layer3]', "
     "'data.root=\"a, b\"', and with -m each alternative: 'partition.split=[layer2],[layer3]'"
 )
+SEVERAL = ("experiment",)  # groups of which a list of names is laid over each other
 
 
-def explain(error: BaseException, arguments: Sequence[str]) -> str | None:
+def explain(error: BaseException) -> str | None:
     """A message for the user about an error that Hydra raised while it composed the configuration.
 
-    `arguments`: the command line, where the error does not say what it is about. None for what no user can cause.
+    None for what no user can cause.
     """
     if isinstance(error, UsageError):
         return str(error)
@@ -34,7 +38,10 @@ def explain(error: BaseException, arguments: Sequence[str]) -> str | None:
             f"the run folder cannot be used: {error}; give another one: hydra.run.dir=FOLDER (hydra.sweep.dir with -m)"
         )
     if type(error) is ValueError:
-        return _no_name(arguments) if str(error).startswith("Config group override") else None
+        return f"{first_line(error)}. {QUOTING}" if str(error).startswith("Config group override") else None
+    several = re.match(r"Ambiguous value for argument '(.*)'\n", str(error))
+    if several:
+        return _several(several[1])
     for each in (error, error.__cause__):
         if isinstance(each, ConfigKeyError | ConfigAttributeError):
             return _no_such_key(each)
@@ -43,27 +50,61 @@ def explain(error: BaseException, arguments: Sequence[str]) -> str | None:
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
-def _missing(error: MissingConfigException) -> str:
-    if not error.missing_cfg_file or not error.options:
-        return first_line(error)
-    group, _, name = error.missing_cfg_file.rpartition("/")
-    return no_such_choice(group, name, error.options)
+def check_groups(arguments: Sequence[str]) -> None:
+    """Raise UsageError where a group of ours is chosen by what is not the name of one file.
 
-
-def _no_name(arguments: Sequence[str]) -> str:
-    """A group that was given no word: `model=null`, or an override without a key."""
+    Hydra would end with an error of its own code, or lay the files of a list over each other, and the last of them
+    would win without a word. That is what experiments are for: they are several on purpose.
+    """
     for argument in arguments:
-        group = argument.partition("=")[0]
-        files = [file.stem for file in (CONF / group).glob("*.yaml")] if group else []
-        if "=" in argument and (not group or (files and not _names_a_file(argument))):
-            valid = f"{group} is chosen by the name of a file: {', '.join(sorted(files))}" if files else QUOTING
-            return f"{argument}: {valid}"
-    return f"a group is chosen by the name of a file. {QUOTING}"
+        key, equals, _ = argument.partition("=")
+        group = key.lstrip("+").partition("@")[0]
+        if equals and not group:
+            raise UsageError(f"{argument}: {QUOTING}")
+        if equals and _choices(group):
+            _check_choice(group, argument)
 
 
-def _names_a_file(argument: str) -> bool:
-    """Whether a group is given a word, or several: there may be no such file, but that is another error."""
-    return isinstance(OverridesParser.create().parse_override(argument).value(), str | list)
+def _check_choice(group: str, argument: str) -> None:
+    try:
+        given: Any = OverridesParser.create().parse_override(argument).value()
+    except HydraException:
+        return  # which Hydra tells
+    for value in given.list if isinstance(given, ChoiceSweep) else [given]:
+        names = _names(value)
+        if (
+            isinstance(value, str | QuotedString | dict | Sweep | Glob)
+            or len(names) == 1
+            or (names and group in SEVERAL)
+        ):
+            continue
+        sweep = f"; for a job with each: -m {group}={','.join(names)}" if names else ""
+        raise UsageError(f"{argument}: {group} is chosen by the name of a file: {', '.join(_choices(group))}{sweep}")
+
+
+def _names(value: object) -> list[str]:
+    """The names in a list of nothing else."""
+    words = value if isinstance(value, list) else []
+    names = [word.text if isinstance(word, QuotedString) else word for word in words]
+    return names if all(isinstance(name, str) for name in names) else []
+
+
+def _choices(group: str) -> list[str]:
+    """The files of a group of ours."""
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml")) if group else []
+
+
+def _several(argument: str) -> str:
+    """Alternatives that were given without -m."""
+    key, _, values = argument.partition("=")
+    other = "" if _choices(key) else f"; for one list: '{key}=[{values}]', for one text: '{key}=\"{values}\"'"
+    return f"{argument} is several values: for a job with each, add -m{other}"
+
+
+def _missing(error: MissingConfigException) -> str:
+    group, _, name = (error.missing_cfg_file or "").rpartition("/")
+    options = error.options or _choices(group)  # none are told of a name that is in a list
+    return no_such_choice(group, name, options) if options else first_line(error)
 
 
 def _no_such_key(error: OmegaConfBaseException) -> str:

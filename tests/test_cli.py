@@ -105,7 +105,21 @@ WRONG = {
     "data.pin_memory=7": ["data.pin_memory=7", "auto, true, false"],
     "data.evaluation=3": ["data.evaluation=3", "{split: test}"],
     "hydra.run.dir=taken/inside": ["taken", "hydra.run.dir=FOLDER"],
-    "schedule=naive,gpipe": ["schedule=naive,gpipe", "-m"],
+    "schedule=naive,gpipe": ["schedule=naive,gpipe is several values", "add -m\n"],
+    "pipeline.ranks=1,2": ["pipeline.ranks=1,2 is several values", "add -m", "'pipeline.ranks=[1,2]'"],
+    "schedule=[1f2b]": ["schedule=1f2b: no such choice; did you mean 1f1b?", "gpipe"],
+    "model=[nothing]": ["model=nothing: no such choice", "mlp", "resnet50"],
+    "experiment=[parallel,schedule]": ["experiment=schedule: no such choice; did you mean schedules?"],
+    "schedule=[1f1b,gpipe]": [
+        "schedule=[1f1b,gpipe]: schedule is chosen by the name",
+        "naive",
+        "-m schedule=1f1b,gpipe\n",
+    ],
+    "data=['digits',text]": ["data=['digits',text]", "synthetic", "-m data=digits,text\n"],
+    "data=[]": ["data=[]: data is chosen by the name", "synthetic"],
+    "schedule=[1]": ["schedule=[1]: schedule is chosen by the name", "naive"],
+    "+schedule=[[gpipe]]": ["+schedule=[[gpipe]]: schedule is chosen by the name", "naive"],
+    "experiment=[1]": ["experiment=[1]: experiment is chosen by the name", "parallel, schedules"],
     "partition.split=[layer2": ["partition.split=[layer2", "'partition.split=[layer2,layer3]'"],
 }
 
@@ -127,6 +141,26 @@ def test_of_several_groups_the_one_without_a_name_is_blamed(wrong: str, engine: 
     said = engine("model=mlp", "data=synthetic", wrong, "allreduce=[ring]")
     group = wrong.partition("=")[0]
     assert said.code == run.REFUSED and said.err.startswith(f"error: {wrong}: {group} is chosen by the name of a file")
+
+
+@pytest.mark.parametrize("jobs", ["[gpipe,1f1b],naive", "naive,[3]", "naive,[1f2b]"])
+def test_a_sweep_with_a_list_for_a_group_starts_no_job(jobs: str, engine: Engine, trained: list[object]) -> None:
+    said = engine("-m", f"schedule={jobs}")
+    assert said.code == run.REFUSED and not trained
+    assert said.err.startswith("error: schedule=") and said.err.count("\n") == 1 and "gpipe" in said.err, said.err
+
+
+@pytest.mark.parametrize("chosen", ["schedule=[1f1b]", "schedule='1f1b'", "schedule={name: 1f1b}"])
+def test_a_group_may_be_chosen_in_hydras_other_ways(
+    chosen: str, engine: Engine, trained: list[tuple[Settings, str, str]]
+) -> None:
+    assert engine(chosen).code == 0
+    assert trained[0][0].schedule["name"] == "1f1b"
+
+
+def test_experiments_are_laid_over_each_other(engine: Engine, trained: list[tuple[Settings, str, str]]) -> None:
+    assert engine("experiment=[parallel,schedules]", "hydra.mode=RUN").code == 0
+    assert (trained[0][0].train.steps, trained[0][0].optimizer["_target_"]) == (6, "torch.optim.Adam")
 
 
 def test_refusal_is_left_in_the_run_folder(engine: Engine) -> None:
