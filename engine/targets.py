@@ -15,13 +15,15 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from engine.annotations import misfit, plain
 from engine.errors import cause, refusing, said
 
 OURS = Path(__file__).resolve().parent.parent / "models"
@@ -207,8 +209,27 @@ def build(config: Mapping[str, Any], *args: Any, where: str, **extra: Any) -> An
     if bound:
         return partial(target, *values, **keywords)
     given = ", ".join(f"{key}={value!r}" for key, value in keywords.items() if key in config)
-    with refusing(lambda error: f"{cause(error)} (while calling {path}({given}) for {where})"):
+    with blaming(config, where), refusing(lambda error: f"{cause(error)} (while calling {path}({given}) for {where})"):
         return target(*values, **keywords)
+
+
+@contextmanager
+def blaming(config: Mapping[str, Any], where: str) -> Iterator[None]:
+    """Around what is made of the section `where`: a refusal there begins with the value that is to blame, if one is.
+
+    That is the first which is not of the type that the signature of its `_target_` says. A model's layers and an
+    optimizer's steps come later than the call that was given it.
+    """
+    try:
+        yield
+    except ValueError as error:
+        target = locate(config["_target_"], where) if config.get("_target_") else None
+        found = misfit(target, config) if callable(target) else None
+        if not callable(target) or found is None or f"{where}.{found[0]}" in str(error):
+            raise
+        key, wanted = found
+        value = plain(config[key])
+        raise ValueError(f"{where}.{key}={value} must be {wanted} for {name_of(target)}: {error}") from error
 
 
 def build_function(config: Mapping[str, Any], arguments: int, where: str) -> Any:

@@ -23,7 +23,8 @@ ALLOWED = {
     "engine.errors": set(),
     "engine.console": set(),
     "engine.arguments": set(),
-    "engine.targets": {"engine.errors"},
+    "engine.annotations": set(),
+    "engine.targets": {"engine.annotations", "engine.errors"},
     "engine.plan": set(),
     "engine.collectives": {"engine.runtime.transport"},
     "engine.runtime": {
@@ -58,6 +59,7 @@ FORBIDDEN = {
     "engine.complaints": BOARD | {"torch"},
     "engine.arguments": BOARD | {"torch"},
     "engine.errors": HYDRA | BOARD | {"torch"},
+    "engine.annotations": HYDRA | BOARD | {"torch"},
     "engine.console": HYDRA | BOARD | {"torch"},
     "engine.__main__": BOARD,
     "models": HYDRA | BOARD,

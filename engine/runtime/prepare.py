@@ -37,7 +37,7 @@ from engine.runtime.source import dataset
 from engine.runtime.trials import Sample, length_of, sample_of, try_loss, try_update
 from engine.runtime.window import stream_program, stream_programs, window_lengths
 from engine.settings import Settings
-from engine.targets import locate, prepare_import_path
+from engine.targets import blaming, locate, prepare_import_path
 
 
 def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
@@ -53,20 +53,23 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
     check_sharding(settings, compute)
     make_overlap(settings.model.get("overlap"))
     loss = make_loss(settings.model.get("loss") or {})
-    lengths, items = _measure_data(settings)
+    with blaming(settings.data, "data"):
+        lengths, items = _measure_data(settings)
     device, dtype = torch.device(settings.device), DTYPES[settings.precision]
-    model = FakeModel(lambda: model_layers(settings.model), device, dtype, autocast_of(settings.precision, device))
+    with blaming(settings.model, "model"):
+        model = FakeModel(lambda: model_layers(settings.model), device, dtype, autocast_of(settings.precision, device))
     split = choose_split(settings, model, compute.placement.stages)
     pieces = {
         "train": _training_pieces(settings, lengths["train"]),
         "eval": _evaluation_pieces(settings, lengths["eval"]),
     }
-    boundaries = {
-        (mode, rows): model.boundaries(item, rows, split, mode == "train", loss)
-        for mode, item in items.items()
-        for rows in sorted({rows for piece in pieces[mode] for rows in piece})
-    }
-    _try_parts(settings, model, loss, lengths, items, boundaries)
+    with blaming(settings.model, "model"), blaming(settings.model["loss"], "model.loss"):
+        boundaries = {
+            (mode, rows): model.boundaries(item, rows, split, mode == "train", loss)
+            for mode, item in items.items()
+            for rows in sorted({rows for piece in pieces[mode] for rows in piece})
+        }
+        _try_parts(settings, model, loss, lengths, items, boundaries)
     if compute.asynchronous:
         programs = _without_drains(settings, lengths["train"], lengths["eval"])
     else:

@@ -27,7 +27,7 @@ from engine.runtime.boundary import shapes
 from engine.runtime.losses import Loss, stand_in
 from engine.runtime.source import pair, to_device
 from engine.settings import Settings
-from engine.targets import build, required
+from engine.targets import blaming, build, required
 
 MOST_TRIED = 1000  # steps of a scheduler: a moment, even with many parameter groups
 
@@ -143,7 +143,8 @@ def _optimizer(config: Mapping[str, Any], parameters: list[nn.Parameter], steppi
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     if stepping:
-        with refusing(lambda error: f"{label}{_keywords(config)} fails in its first step: {said(error)}"):
+        complaint = f"{label}{_keywords(config)} fails in its first step"
+        with blaming(config, "optimizer"), refusing(lambda error: f"{complaint}: {said(error)}"):
             made.step()
     return made
 
@@ -169,7 +170,8 @@ def _try_scheduler(config: Mapping[str, Any], optimizer: Optimizer, steps: int) 
             "each optimizer step, with no figure given; take a scheduler that counts steps"
         )
     for step in range(1, steps + 1):
-        with refusing(lambda error: f"{label}{_keywords(config)} fails in step {step} of the run: {said(error)}"):  # noqa: B023
+        complaint = f"{label}{_keywords(config)} fails in step {step} of the run"
+        with blaming(config, "lr_scheduler"), refusing(lambda error: f"{complaint}: {said(error)}"):  # noqa: B023
             made.step()
 
 
