@@ -8,7 +8,6 @@ gets past Hydra), and so is a value of another type. Nothing here imports torch:
 from __future__ import annotations
 
 import math
-import os
 import secrets
 import types
 from collections.abc import Iterable, Mapping
@@ -20,10 +19,10 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from engine.limits import MOST_WORKERS, check_limits
 from engine.plan.choose import ALL
 from engine.plan.schedules import SCHEDULES, offered_schedules
 from engine.plan.schedules import build as build_schedule
-from engine.runtime.environment import joined, open_files
 from engine.settings import Settings
 
 T = TypeVar("T")
@@ -60,16 +59,13 @@ AT_LEAST: dict[str, float] = {
     "eval.every": 0,
     "eval.batch_size": 1,
     "trace.every": 1,
+    "trace.consecutive": 1,
     "threads_per_worker": 1,
     "allreduce.bucket_bytes": 1,
     "allreduce.group_size": 1,
     "seed": 0,
 }
 ABOVE_ZERO = ("train.clip_norm", "train.clip_norm_type", "timeout_s", "plan.memory_limit")
-MOST_PAIRS = 2**24  # of a rank and a micro-batch: four times a run of 1024 ranks and 4096 micro-batches
-STAGES_PER_RANK = ("chunks", "waves")  # options of schedules that multiply them
-MOST_WORKERS = 256  # on this host; also of one loader
-FILES, FILES_PER_WORKER = 26, 3  # that the parent has open at once: its own, and a pipe and the store's for each
 AT_MOST = {"threads_per_worker": 1024, "timeout_s": 2e6}  # 23 days; the system's calls take milliseconds in 32 bits
 
 
@@ -192,9 +188,7 @@ def check(settings: Settings) -> None:
     for key in set(settings.partition) - {"name", "split"}:
         raise ValueError(unknown("key", f"partition.{key}", ("partition.name", "partition.split")))
     _check_ranges(settings)
-    _check_size(settings)
-    _check_files(settings)
-    _check_pinning(settings)
+    check_limits(settings)
     if settings.plan.compare:
         _check_comparison(settings)
     else:
@@ -221,43 +215,6 @@ def _check_ranges(settings: Settings) -> None:
     for path, most in AT_MOST.items():
         if (get(settings, path) or 0) > most:
             raise ValueError(f"{path}={get(settings, path)} must be at most {most:.0f}")
-
-
-def _check_size(settings: Settings) -> None:
-    """Slips of the keyboard that would fill the memory, or the host with processes."""
-    factors = {path: get(settings, path) for path in ("pipeline.ranks", "pipeline.microbatches")}
-    given = {f"schedule.{key}": settings.schedule.get(key) for key in STAGES_PER_RANK}
-    factors |= {path: value for path, value in given.items() if isinstance(value, int) and value > 0}
-    forwards = math.prod(factors.values())
-    if forwards > MOST_PAIRS:
-        shown = " x ".join(f"{path}={value}" for path, value in factors.items())
-        raise ValueError(
-            f"{shown} is {forwards:,} forwards; a program may hold at most {MOST_PAIRS:,}: lower one of them"
-        )
-    if settings.mode == "train" and settings.world > MOST_WORKERS and not joined():
-        raise ValueError(
-            f"pipeline.ranks={settings.pipeline.ranks} x data_parallel.replicas={settings.data_parallel.replicas} is "
-            f"{settings.world} workers on this host; at most {MOST_WORKERS} are started here: lower one of them, or "
-            "start the run on several hosts with torchrun"
-        )
-
-
-def _check_files(settings: Settings) -> None:
-    """Below this the parent, or a library, stops in the middle of its start, and says so at length or not at all."""
-    needed = FILES + FILES_PER_WORKER * (settings.world if settings.launch == "processes" else 0)
-    if settings.mode == "train" and open_files() < needed:
-        raise ValueError(
-            f"this process may open {open_files()} files, and a run of {settings.world} ranks needs {needed}: raise "
-            f"the limit (ulimit -n {max(1024, 2 * needed)}), or lower pipeline.ranks or data_parallel.replicas"
-        )
-
-
-def _check_pinning(settings: Settings) -> None:
-    """Only a process of its own can be kept to cores, and where GPUs compute they decide what is near."""
-    unfit = {"with launch=threads": settings.launch == "threads", "with device=cuda": settings.device == "cuda"}
-    for where, so in (unfit | {"on this system": not hasattr(os, "sched_setaffinity")}).items():
-        if settings.pin_workers == "always" and so:
-            raise ValueError(f"pin_workers=always is not possible {where}; use pin_workers=waiting or never")
 
 
 def _check_schedule(settings: Settings) -> None:

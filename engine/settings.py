@@ -56,6 +56,7 @@ class Eval:
 @dataclass(frozen=True)
 class Trace:
     every: int = 1
+    consecutive: int = 1  # steps traced one after the other, from each such step on
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ ALLOWED = {
     "engine.distributed": {"engine.collectives", "engine.runtime.environment", "engine.runtime.transport"},
     "engine.report": {"engine.console", "engine.job", "engine.plan", "engine.records", "engine.settings"},
     "engine.tab": {"engine.plan", "engine.report"},  # what TensorBoard loads: the report's view of event files
-    "engine.config": {"engine.plan", "engine.settings", "engine.runtime.environment"},
+    "engine.limits": {"engine.settings", "engine.runtime.environment"},
+    "engine.config": {"engine.limits", "engine.plan", "engine.settings"},
     "engine.complaints": {"engine.arguments", "engine.config"},
     "engine.run": {"engine"},
     "engine.cli": {"engine"},
@@ -56,6 +57,7 @@ FORBIDDEN = {
     "engine.records": HYDRA | BOARD | {"torch"},
     "engine.cli": BOARD,
     "engine.config": BOARD | {"torch"},
+    "engine.limits": HYDRA | BOARD | {"torch"},
     "engine.complaints": BOARD | {"torch"},
     "engine.arguments": BOARD | {"torch"},
     "engine.errors": HYDRA | BOARD | {"torch"},

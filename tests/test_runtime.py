@@ -347,11 +347,15 @@ def test_spans_and_windows_follow_one_another() -> None:
             assert forward == [(rank, m) for m in range(4)]
 
 
-def test_untraced_steps_carry_no_spans() -> None:
+@pytest.mark.parametrize(
+    ("every", "consecutive", "traced"),
+    [(1, 1, [1, 1, 1]), (2, 1, [1, 0, 1]), (9, 1, [1, 0, 0]), (3, 2, [1, 1, 0]), (2, 2, [1, 1, 1]), (2, 5, [1, 1, 1])],
+)
+def test_untraced_steps_carry_no_spans(every: int, consecutive: int, traced: list[int]) -> None:
     from engine.settings import Trace
 
-    ran = run_threads(settings("gpipe", 2, 2, trace=Trace(every=2)))
-    assert [len(r.arrays["spans"]) > 0 for r in ran.of("step") if r.meta["rank"] == 0] == [True, False, True]
+    ran = run_threads(settings("gpipe", 2, 2, trace=Trace(every, consecutive)))
+    assert [len(r.arrays["spans"]) > 0 for r in ran.of("step") if r.meta["rank"] == 0] == [bool(t) for t in traced]
 
 
 def test_attention_without_dropout_is_not_seeded() -> None:

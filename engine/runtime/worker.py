@@ -194,8 +194,8 @@ class Worker:
 
     def _begin(self, step: int, load: Callable[[], None]) -> None:
         """What is measured of a step starts here. `load`: the samples of the next one, while the rank waits anyway."""
-        trace = self.job.settings.trace.every
-        self.tracer.on = trace > 0 and step % trace == 0
+        trace = self.job.settings.trace
+        self.tracer.on = step % trace.every < trace.consecutive
         self.executor.reset_peaks()
         if self.async_sgd is not None:
             self.async_sgd.begin(step)
