@@ -250,11 +250,26 @@ def test_recording_an_action_is_measured_with_and_without() -> None:
 
 def test_what_tracing_costs_is_judged_pair_by_pair() -> None:
     """The machine got slower from pair to pair; what counts is the difference within each."""
-    slower = tracing.compared([0.1005, 0.2010, 0.3015], [0.1, 0.2, 0.3], actions=8)
+    slower = tracing.compared([(0.101, 0.1), (0.201, 0.2), (0.301, 0.3)], actions=8)
     assert slower["share"] == pytest.approx(0.005) and slower["per_action_s"] == pytest.approx(0.001 / 8)
+    assert slower["error"] == pytest.approx(0.0, abs=1e-9)  # all three say the same
     assert tracing.row("gpt", slower)[-1] == "right" and tracing.row("tiny", slower)[-1] == "too much"
     assert tracing.row("gpt", slower | {"share": 0.011})[-1] == "too much"
     assert tracing.row("tiny", slower | {"per_action_s": 19e-6})[-1] == "right"
+    apart = tracing.compared([(0.11, 0.1), (0.09, 0.1)] * 8, actions=8)  # a standard deviation of a tenth, nearly
+    assert apart["share"] == pytest.approx(0.0, abs=1e-9) and apart["error"] == pytest.approx(0.2 / 15**0.5)
+
+
+def test_blocks_of_traced_steps_are_compared_with_the_blocks_after_them() -> None:
+    seconds = [9.0, 3.0, 5.0, 8.0, 1.0, 3.0, 7.0, 4.0, 4.0, 7.0, 2.0, 2.0, 99.0]
+    assert tracing.blocks(seconds, 3) == [(4.0, 2.0), (4.0, 2.0)]  # without the first step of each, and what is left
+
+
+@pytest.mark.process
+def test_a_run_alternates_between_traced_blocks_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "PAIRS", 1)
+    seconds = tracing.seconds_of_steps(tracing.TINY, 2)
+    assert len(seconds) == 8 and all(0 < each < 60 for each in seconds)
 
 
 def test_ways_of_data_parallelism_are_compared_with_none_and_with_ddp() -> None:
