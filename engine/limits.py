@@ -43,7 +43,8 @@ def _check_size(settings: Settings) -> None:
 
 def _check_files(settings: Settings) -> None:
     """Below this the parent, or a library, stops in the middle of its start, and says so at length or not at all."""
-    needed = FILES + FILES_PER_WORKER * (settings.world if settings.launch == "processes" else 0)
+    started = settings.launch == "processes" and not joined()
+    needed = FILES + FILES_PER_WORKER * settings.world * started
     if settings.mode == "train" and open_files() < needed:
         raise ValueError(
             f"this process may open {open_files()} files, and a run of {settings.world} ranks needs {needed}: raise "

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from command import Engine, engine
+from harness import settings
 from workers import RUNS, Run
 
-from engine.runtime.delay import SlowDataset, slowed
+from engine import run
+from engine.runtime.connections import connections
+from engine.runtime.delay import SlowDataset, check_delay, slowed
+from engine.runtime.prepare import prepare
 from engine.runtime.transport import Edge, Transport
 from engine.runtime.transport.threads import ThreadHub
-from engine.settings import Delay
+from engine.settings import AllReduce, Delay
 
 __all__ = ["engine"]
 
@@ -41,8 +48,8 @@ def test_a_slow_link_is_late_and_keeps_its_order() -> None:
     ends[0].close()
 
 
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_a_slow_link_may_be_waited_for_while_it_sends(run: Run) -> None:
+@pytest.mark.parametrize("over", RUNS.values(), ids=RUNS)
+def test_a_slow_link_may_be_waited_for_while_it_sends(over: Run) -> None:
     """A thread sends what is late while the rank's own waits for what is sent, and asks for memory to fill."""
 
     def main(transport: Transport) -> list[float]:
@@ -67,7 +74,7 @@ def test_a_slow_link_may_be_waited_for_while_it_sends(run: Run) -> None:
         end._end()
         return [float(k) for k in range(count)]
 
-    sent, received = run(2, main)
+    sent, received = over(2, main)
     assert received == sent
 
 
@@ -90,11 +97,82 @@ def test_a_slow_data_set_has_the_same_samples() -> None:
         ("delay.links=[[0,1]]", "[from rank,to rank,ms]"),
         ("delay.links=[[0,1,-4]]", "nothing negative"),
         ("delay.sample_ms=-1", "at least 0"),
+        ("delay.links=[[1,1,5]]", "delay.links: [1,1,5] delays nothing: no channel leads from rank 1 to rank 1; take"),
+        ("delay.ranks=[[0,5,4]]", "delay.ranks: [0,5,4] delays nothing: the micro-batches are 0..3"),
+        ("delay.ranks=[[0,5,0.5]]", "[0,5,0.5] delays nothing"),
     ],
 )
 def test_wrong_delays_are_refused(engine: Engine, key: str, said: str) -> None:
-    ended = engine("model=sleep", "data=synthetic", key)
-    assert ended.code != 0 and said in ended.err
+    ended = engine("model=sleep", "data=synthetic", "launch=threads", key)
+    assert ended.code == run.REFUSED and said in ended.err and ended.err.count("\n") == 1
+
+
+LAYERS = {"_target_": "toys.mlp", "loss": {"_target_": "toys.TokenLoss"}}
+WIRED: dict[str, tuple[dict[str, Any], set[tuple[int, int]]]] = {
+    # of a run on P=3 ranks: what else it is, and between which ranks messages go
+    "a chain": ({"schedule": "1f1b"}, {(0, 1), (1, 2), (2, 1), (1, 0)}),
+    "wrapped around": ({"schedule": "interleaved_1f1b"}, {(0, 1), (1, 2), (2, 0), (0, 2), (2, 1), (1, 0)}),
+    "a V": ({"schedule": "zb_v"}, {(0, 1), (1, 2), (2, 1), (1, 0)}),
+    "rings": (
+        {"schedule": "1f1b", "replicas": 2},
+        {
+            (0, 1),
+            (1, 2),
+            (2, 1),
+            (1, 0),
+            (3, 4),
+            (4, 5),
+            (5, 4),
+            (4, 3),
+            (0, 3),
+            (3, 0),
+            (1, 4),
+            (4, 1),
+            (2, 5),
+            (5, 2),
+        },
+    ),
+    "the backend's reduction": (
+        {"schedule": "1f1b", "replicas": 2, "allreduce": AllReduce("native")},
+        {(0, 1), (1, 2), (2, 1), (1, 0), (3, 4), (4, 5), (5, 4), (4, 3)},
+    ),
+    "one direction of a ring": ({"schedule": "gpipe", "ranks": 1, "replicas": 3}, {(0, 1), (1, 2), (2, 0)}),
+    "nothing": ({"schedule": "gpipe", "ranks": 1}, set()),
+}
+
+
+@pytest.mark.parametrize("which", WIRED)
+def test_a_link_is_one_that_carries_messages(which: str) -> None:
+    given, links = dict(WIRED[which][0]), WIRED[which][1]
+    ranks, replicas = given.pop("ranks", 3), given.pop("replicas", 1)
+    wanted = settings(given.pop("schedule"), ranks, 6, replicas, model=LAYERS, global_batch_size=18, **given)
+    job = prepare(wanted, ".", ".")
+    for pair in itertools.product(range(ranks * replicas), repeat=2):
+        asked = replace(job, settings=replace(wanted, delay=Delay(links=[[*map(float, pair), 5.0]])))
+        if pair in links:
+            check_delay(asked, connections(job).edges)
+            continue
+        with pytest.raises(ValueError, match="delays nothing: no channel leads") as caught:
+            check_delay(asked, connections(job).edges)
+        named = named_pairs(str(caught.value))
+        assert set(named) <= links and bool(named) == bool(links)
+
+
+def named_pairs(text: str) -> list[tuple[int, int]]:
+    return [(int(a), int(b)) for a, b in re.findall(r"\[(\d),(\d)\]", text)]
+
+
+def test_of_many_links_those_of_the_same_sender_come_first() -> None:
+    wanted = settings("1f1b", 8, 8, model=LAYERS, delay=Delay(links=[[5, 2, 1.5]]))
+    with pytest.raises(
+        ValueError, match=r"\[5,2,1\.5\] delays nothing.* take one of \[5,4\], \[5,6\], \[0,1\], .* and 2 more"
+    ):
+        prepare(wanted, ".", ".")
+
+
+def test_delays_of_one_link_add_up() -> None:
+    transport: Any = slowed(ThreadHub(2, 20).transport(0), Delay(links=[[0, 1, 2], [1, 0, 5], [0, 1, 3]]))
+    assert transport._slow == {(0, 1): pytest.approx(5e-3), (1, 0): pytest.approx(5e-3)}
 
 
 CASES: dict[str, tuple[tuple[str, ...], str, float]] = {

@@ -17,14 +17,11 @@ from torch import nn
 
 from engine.collectives import Collective, Group
 from engine.collectives.pieces import Piece
-from engine.collectives.pushes import PushReducer
 from engine.job import Job
-from engine.plan.lowering import channels
-from engine.runtime.reduction import collective_of
+from engine.runtime.connections import connections
 from engine.runtime.seeds import building
-from engine.runtime.sharding import division_of
 from engine.runtime.stage import Stage, StageLayer
-from engine.runtime.transport import Edge, Transport
+from engine.runtime.transport import Transport
 from engine.runtime.update import Norms, PieceNorms
 from engine.targets import build
 
@@ -88,48 +85,27 @@ def build_stages(job: Job, rank: int, device: torch.device) -> dict[int, Stage]:
 
 class Wiring:
     """Channels and groups of one rank. `sharing[s]`: all ranks that hold a copy of its stage s; `reduction[s]`: their
-    all-reduce. Only where the optimizer is divided the group has a channel between any two."""
+    all-reduce."""
 
     def __init__(self, job: Job, transport: Transport) -> None:
         self._transport = transport
         self._ranks = job.ranks
         me = transport.rank
         self.replica, self.rank = divmod(me, job.ranks)
-        owners = {s: job.placement.ranks_of(s) for s in range(job.placement.stages)}
-        groups = {s: [r * job.ranks + o for r in range(job.replicas) for o in own] for s, own in owners.items()}
-        kinds = {s: collective_of(job.settings, members) for s, members in groups.items()}
-        wanted = {s: _reduction_edges(job, kinds[s], members, f"reduce{s}") for s, members in groups.items()}
-        transport.open(self._edges(job) + [edge for edges in wanted.values() for edge in edges])
+        found = connections(job)
+        transport.open(found.edges)
+        for members, label in found.groups:
+            if len(members) > 1 and me in members:
+                transport.open_group(members, label)
         self._pipeline = [self.replica * job.ranks + r for r in range(job.ranks)]
-        self._last = groups[job.placement.stages - 1]
-        for replica in range(job.replicas):
-            self._group([replica * job.ranks + r for r in range(job.ranks)], "norms")
-        self._group(self._last, "counts")
+        self._last = found.sharing[job.placement.stages - 1]
         self._everybody = list(range(job.world))
-        if division_of(job.settings) is not None and job.replicas > 1:
-            self._group(self._everybody, "norms")
         self.reduction: dict[int, Collective] = {}
         self.sharing: dict[int, Group] = {}
-        for s, members in groups.items():
-            if kinds[s].backend_group:
-                self._group(members, f"reduce{s}")
-            if self.rank in owners[s]:
-                self.sharing[s] = Group(transport, members, f"reduce{s}", kinds[s], checked=False)
+        for s, members in found.sharing.items():
+            if me in members:
+                self.sharing[s] = Group(transport, members, f"reduce{s}", found.kinds[s], checked=False)
                 self.reduction[s] = self.sharing[s].collective
-
-    def _group(self, members: list[int], label: str) -> None:
-        if len(members) > 1 and self._transport.rank in members:
-            self._transport.open_group(members, label)
-
-    @staticmethod
-    def _edges(job: Job) -> list[Edge]:
-        programs = [*job.steps.values(), *job.streams.values(), *job.evaluations.values()]
-        pairs = sorted({channel for program in programs for channel in channels(program)})
-        return [
-            Edge(replica * job.ranks + src, replica * job.ranks + dst, kind)
-            for replica in range(job.replicas)
-            for src, dst, kind in pairs
-        ]
 
     def sum_over_pipeline(self, vector: torch.Tensor) -> None:
         """Sum a vector over the ranks of this replica, in place; waits for them."""
@@ -145,16 +121,6 @@ class Wiring:
         if len(self._last) == 1 or self._transport.rank not in self._last:
             return lambda: None
         return self._transport.all_reduce(count, self._last, "counts").wait
-
-
-def _reduction_edges(job: Job, kind: type[Collective], members: list[int], label: str) -> list[Edge]:
-    """What the copies of a stage need: channels between any two only where the optimizer is divided."""
-    division = division_of(job.settings)
-    if division is None:
-        return kind.edges(members, label)
-    if job.settings.data_parallel.asynchronous:
-        return [*kind.edges(members, label), *PushReducer.edges(members, label, division)]
-    return Group.edges(members, label, kind)
 
 
 def norms_of(

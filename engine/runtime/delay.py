@@ -13,14 +13,18 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from engine.job import Job
 from engine.runtime.stage import Stage
 from engine.runtime.transport import AnyMemory, Channel, Edge, Transport, Work
 from engine.settings import Delay
+
+MOST_SHOWN = 12  # pairs of ranks in a message
 
 
 class SlowDataset(Dataset[Any]):
@@ -35,6 +39,39 @@ class SlowDataset(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         time.sleep(self._seconds)
         return self._data[index]
+
+
+def check_delay(job: Job, edges: Iterable[Edge]) -> None:
+    """ValueError for what would make nothing slow: a link without messages, a micro-batch that never comes.
+
+    `edges`: all channels of the run.
+    """
+    programs = [*job.steps.values(), *job.streams.values(), *job.evaluations.values()]
+    microbatches = max(program.microbatches for program in programs)
+    for row in job.settings.delay.ranks:
+        if len(row) == 3 and row[2] not in range(microbatches):
+            raise ValueError(f"delay.ranks: {_row(row)} delays nothing: the micro-batches are 0..{microbatches - 1}")
+    links = sorted({(edge.src, edge.dst) for edge in edges})
+    for row in job.settings.delay.links:
+        if (row[0], row[1]) not in links:
+            none = f"no channel leads from rank {row[0]:g} to rank {row[1]:g}"
+            raise ValueError(f"delay.links: {_row(row)} delays nothing: {none}; {_links(job, links, row[0])}")
+
+
+def _links(job: Job, links: list[tuple[int, int]], source: float) -> str:
+    """Which there are: from `source`, where there are some, before all others."""
+    shown = [f"[{a},{b}]" for a, b in sorted(links, key=lambda link: (link[0] != source, link))]
+    more = f" and {len(shown) - MOST_SHOWN} more" if len(shown) > MOST_SHOWN else ""
+    native = job.settings.allreduce.name == "native" and job.reduces
+    remark = " (what allreduce=native sends cannot be delayed; another one's messages can)" if native else ""
+    if not links:
+        return f"there is none at all: leave delay.links out{remark}"
+    return f"take one of {', '.join(shown[:MOST_SHOWN])}{more}, or leave it out{remark}"
+
+
+def _row(row: Sequence[float]) -> str:
+    """As it is written."""
+    return f"[{','.join(f'{number:g}' for number in row)}]"
 
 
 def slow_down(stage: Stage, rank: int, delay: Delay) -> None:
@@ -53,7 +90,9 @@ def slow_down(stage: Stage, rank: int, delay: Delay) -> None:
 
 def slowed(transport: Transport, delay: Delay) -> Transport:
     """The transport, with the links that are to be slow made so."""
-    slow = {(int(source), int(target)): ms * 1e-3 for source, target, ms in delay.links}
+    slow: dict[tuple[int, int], float] = {}
+    for source, target, ms in delay.links:
+        slow[int(source), int(target)] = slow.get((int(source), int(target)), 0.0) + ms * 1e-3
     return _SlowTransport(transport, slow) if slow else transport
 
 

@@ -26,6 +26,8 @@ from engine.plan.schedules.forward_only import evaluation
 from engine.plan.verify import verify
 from engine.runtime.asynchronous_sgd import check_asynchronous_sgd
 from engine.runtime.build import DTYPES, autocast_of, model_layers
+from engine.runtime.connections import check_open_files, connections
+from engine.runtime.delay import check_delay
 from engine.runtime.inspect import FakeModel
 from engine.runtime.losses import Loss, make_loss
 from engine.runtime.meet import transport_of
@@ -75,7 +77,7 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
     else:
         programs = _step_by_step(settings, compute, {len(piece) for piece in pieces["train"]})
     forward = {len(piece): evaluation(compute.placement, len(piece)) for piece in pieces["eval"]}
-    return Job(
+    job = Job(
         settings=settings,
         placement=compute.placement,
         layers=model.layers(),
@@ -88,6 +90,10 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
         run_dir=run_dir,
         **programs,
     )
+    found = connections(job)
+    check_delay(job, found.edges)
+    check_open_files(job, found)
+    return job
 
 
 def _step_by_step(settings: Settings, compute: Program, microbatches: Iterable[int]) -> dict[str, Any]:
