@@ -15,6 +15,7 @@ from test_compare import ran, sweep
 from test_sweep_figures import replicas, row
 
 from engine.report.compare import PAGE, write_comparison
+from engine.report.palette import THEMES
 from engine.report.sweep.markup import Markup, tag
 
 HOSTILE = "\"><script>alert(1)</script><img src=x onerror=alert(2)>'&amp;\x00\x1b[31m\u202e\ud800"
@@ -219,4 +220,9 @@ def test_in_a_browser_it_opens_sorts_and_lights_up(tmp_path: Path) -> None:
         page.point(*box)
         page.until("document.querySelector('#job1').classList.contains('lit')")
         assert page.value("document.documentElement.scrollWidth <= innerWidth")
+        for theme, colours in THEMES.items():
+            page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+            for what, colour in (("backgroundColor", "paper"), ("color", "ink")):
+                shown = page.value(f"getComputedStyle(document.body).{what}")
+                assert shown == "rgb({}, {}, {})".format(*colours[colour])
         assert page.errors == []

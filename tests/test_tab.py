@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -182,6 +183,21 @@ def test_a_trace_of_a_document_is_the_trace_of_its_timeline() -> None:
     content = asked(Provider(packed(document())), "/trace", "run=run&step=0")[1]
     assert content.decode() == trace_of(*measured(document()))
     assert '"name":"0F0"' in content.decode()
+
+
+def test_both_themes_are_served_and_written_in_one_place() -> None:
+    status, content = asked(Provider(b""), "/themes.css")
+    assert status.startswith("200")
+    light, dark = content.decode().splitlines()
+    assert light.startswith(":root{--paper:#ffffff;") and light.endswith("--accent:#b3006b;color-scheme:light}")
+    assert dark.startswith(':root[data-theme="dark"]{--paper:#22262b;') and dark.endswith("color-scheme:dark}")
+    told = json.loads(asked(Provider(b""), "/runs")[1])["palette"]["themes"]
+    assert told["dark"] == dict(re.findall(r"--(\w+):(#\w+)", dark))
+    assert told["light"] == dict(re.findall(r"--(\w+):(#\w+)", light))
+    sheets = [PAGE / "page.css", PAGE / "theme.js", ROOT / "engine" / "report" / "sweep" / "page.css"]
+    for name, colour in [*told["dark"].items(), *list(told["light"].items())[1:]]:  # white is white anywhere
+        for sheet in sheets:
+            assert f"--{name}:" not in sheet.read_text() and colour not in sheet.read_text(), (sheet, name)
 
 
 def test_the_page_loads_nothing_from_elsewhere() -> None:

@@ -16,7 +16,7 @@ from PIL import Image
 from tensorboards import Running, awaited, tensorboard
 
 from engine.plan.timeline import Kind
-from engine.report.palette import COLOURS
+from engine.report.palette import COLOURS, THEMES
 
 pytestmark = [
     pytest.mark.process,
@@ -112,7 +112,8 @@ def test_the_tab_opens_within_tensorboard(browser: Page, address: str) -> None:
     assert found.get(COLOURS[Kind.F], 0) > 2000 and found.get(COLOURS[Kind.B], 0) > 4000
     browser.value("document.body.classList.add('dark-mode')")  # as TensorBoard itself does
     browser.until(f"{FRAME}.document.documentElement.dataset.theme === 'dark' && !{FRAME}.pipeline.frame")
-    assert colours(browser).get((0x22, 0x26, 0x2B), 0) > 100_000
+    assert colours(browser).get(THEMES["dark"]["paper"], 0) > 100_000
+    assert browser.value(f"{FRAME}.getComputedStyle({FRAME}.document.body).backgroundColor") == "rgb(34, 38, 43)"
 
 
 def test_a_step_is_drawn_with_every_action_and_its_figures(page: Page) -> None:

@@ -1,10 +1,12 @@
-"""Colours and words of what stands on a timeline, for the picture and for the tab in TensorBoard.
+"""Colours and words of what stands on a timeline, for the picture and for the tab in TensorBoard; colours of pages.
 
-Colours are Okabe and Ito's ("Color Universal Design", 2008), which stay apart for colour-blind readers; olive is
-Paul Tol's.
+On a timeline they are Okabe and Ito's ("Color Universal Design", 2008), which stay apart for colour-blind readers;
+olive is Paul Tol's.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from engine.plan.timeline import Kind
 
@@ -66,15 +68,45 @@ SERIES: tuple[Colour, ...] = (
 )
 
 
+# What a page is made of, by theme: the names of CSS custom properties, and of what is drawn on a canvas.
+THEMES: dict[str, dict[str, Colour]] = {
+    "light": {
+        "paper": PAPER,
+        "card": (246, 247, 248),
+        "line": (223, 226, 230),
+        "ink": (30, 34, 38),
+        "quiet": (105, 112, 122),
+        "accent": (179, 0, 107),
+    },
+    "dark": {
+        "paper": (34, 38, 43),
+        "card": (42, 47, 53),
+        "line": (60, 67, 75),
+        "ink": (236, 239, 242),
+        "quiet": (154, 163, 173),
+        "accent": (255, 122, 196),
+    },
+}
+
+
+def style(theme: str, selector: str = ":root") -> str:
+    """A theme's colours as a rule of CSS: `var(--ink)` and its siblings, and what the browser itself draws."""
+    colours = "".join(f"--{name}:{hexadecimal(colour)};" for name, colour in THEMES[theme].items())
+    return f"{selector}{{{colours}color-scheme:{theme}}}\n"
+
+
 def hexadecimal(colour: Colour) -> str:
     """As a page writes it."""
     return "#{:02x}{:02x}{:02x}".format(*colour)
 
 
-def by_name() -> dict[str, dict[str, str]]:
-    """For a page: colours by kind of action and by name of the account, and what kinds are called."""
+def by_name() -> dict[str, dict[str, Any]]:
+    """For a page: colours by kind of action, by name of the account and by theme, and what kinds are called."""
     return {
         "kinds": {kind.name: hexadecimal(colour) for kind, colour in COLOURS.items()},
         "names": {name: hexadecimal(colour) for name, colour in NAME_COLOURS.items()},
+        "themes": {
+            theme: {name: hexadecimal(colour) for name, colour in colours.items()} for theme, colours in THEMES.items()
+        },
         "words": {kind.name: word for kind, word in WORDS.items()},
     }

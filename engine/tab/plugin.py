@@ -19,7 +19,7 @@ from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
 from engine.report.bubble import NAMES
-from engine.report.palette import by_name
+from engine.report.palette import by_name, style
 from engine.report.perfetto import trace_of
 from engine.report.series import PLUGIN, tag_of, unpacked
 from engine.tab.document import measured
@@ -38,9 +38,14 @@ class PipelinePlugin(base_plugin.TBPlugin):
         self._data = context.data_provider
 
     def get_plugin_apps(self) -> dict[str, Any]:
-        """Routes below /data/plugin/pipeline: the page's files by their names, and three of data."""
+        """Routes below /data/plugin/pipeline: the page's files by their names, its colours, and three of data."""
         files = {f"/{path.name}": _file(path) for path in _PAGE.iterdir() if path.suffix in _TYPES}
-        return files | {"/runs": _get(self._runs), "/step": _get(self._step), "/trace": _get(self._trace)}
+        return files | {
+            "/themes.css": _get(_themes),
+            "/runs": _get(self._runs),
+            "/step": _get(self._step),
+            "/trace": _get(self._trace),
+        }
 
     def is_active(self) -> bool:
         return False  # TensorBoard itself sees whether there are series of ours
@@ -119,6 +124,12 @@ def _get(answer: Callable[[wrappers.Request], wrappers.Response]) -> Any:
             return http_util.Respond(request, str(error), "text/plain", code=error.http_code)
 
     return app
+
+
+def _themes(request: wrappers.Request) -> wrappers.Response:
+    """The colours of the page, light until it says otherwise."""
+    colours = style("light") + style("dark", ':root[data-theme="dark"]')
+    return http_util.Respond(request, colours, _TYPES[".css"])
 
 
 def _file(path: Path) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import quote
 
-from engine.report.palette import SERIES, hexadecimal
+from engine.report.palette import SERIES, hexadecimal, style
 from engine.report.sweep import charts
 from engine.report.sweep.markup import Child, Markup, tag
 from engine.report.sweep.panels import panels
@@ -61,7 +61,9 @@ def page(sweep: Sweep, name: str) -> str:
 
 
 def _colours() -> str:
-    return "".join(f".s{k}{{--own:{hexadecimal(colour)}}}" for k, colour in enumerate(SERIES)) + "\n"
+    """Those of the theme that the reader's system has, and of series."""
+    themes = f"{style('light')}@media (prefers-color-scheme: dark) {{\n{style('dark')}}}\n"
+    return themes + "".join(f".s{k}{{--own:{hexadecimal(colour)}}}" for k, colour in enumerate(SERIES)) + "\n"
 
 
 def _section(title: str, content: list[Markup], note: Child = None) -> Markup | None:

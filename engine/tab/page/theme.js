@@ -1,10 +1,6 @@
 /** Light or dark, as TensorBoard is, else as the system is; and the colours that are drawn on a canvas. */
 
-const PAPER = {
-  light: { paper: "#ffffff", idle: "#f6f7f8", grid: "#dfe2e6", ink: "#1e2226", quiet: "#69707a", critical: "#111418" },
-  dark: { paper: "#22262b", idle: "#2a2f35", grid: "#3c434b", ink: "#eceff2", quiet: "#9aa3ad", critical: "#ffffff" },
-};
-const ACCENT = { light: "#b3006b", dark: "#ff7ac4" };
+const CRITICAL = { light: "#111418", dark: "#ffffff" };
 const FAINT = { light: 0.3, dark: 0.4 }; // how much of a name's colour a bubble shows
 
 /** Calls `changed` with "light" or "dark" whenever that changes. Returns which it is now. */
@@ -26,8 +22,10 @@ function hostBody() {
   }
 }
 
-/** `palette`: { kinds, names }, colours by kind of action and by name of the account. */
+/** `palette`: { kinds, names, themes }, colours by kind of action, by name of the account and by theme. */
 export function themeOf(mode, palette) {
   const { kinds, names } = palette;
-  return { ...PAPER[mode], kinds, names, accent: ACCENT[mode], faint: FAINT[mode], onBlock: "#14181c" };
+  const { paper, card: idle, line: grid, ink, quiet, accent } = palette.themes[mode];
+  const own = { critical: CRITICAL[mode], faint: FAINT[mode], onBlock: "#14181c" };
+  return { paper, idle, grid, ink, quiet, accent, kinds, names, ...own };
 }
