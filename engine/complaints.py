@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -39,9 +39,9 @@ def explain(error: BaseException) -> str | None:
         )
     if type(error) is ValueError:
         return f"{first_line(error)}. {QUOTING}" if str(error).startswith("Config group override") else None
-    several = re.match(r"Ambiguous value for argument '(.*)'\n", str(error))
-    if several:
-        return _several(several[1])
+    for pattern, say in _SAID.items():
+        if found := re.match(pattern, str(error)):
+            return say(*found.groups())
     for each in (error, error.__cause__):
         if isinstance(each, ConfigKeyError | ConfigAttributeError):
             return _no_such_key(each)
@@ -99,6 +99,19 @@ def _several(argument: str) -> str:
     key, _, values = argument.partition("=")
     other = "" if _choices(key) else f"; for one list: '{key}=[{values}]', for one text: '{key}=\"{values}\"'"
     return f"{argument} is several values: for a job with each, add -m{other}"
+
+
+def _again(group: str, name: str) -> str:
+    """A choice that was added to the one that there is."""
+    return f"+{group}={name}: {group} is chosen already; to change that: {group}={name}"
+
+
+# How a message of Hydra's begins -> ours, of what it is about.
+_SAID: dict[str, Callable[..., str]] = {
+    r"Ambiguous value for argument '(.*)'\n": _several,
+    r"Multiple values for (\S+)\. To override a value use 'override \S+: (.*)'": _again,
+    r"force-add of config groups is not supported: '\+\+([^=]*)=(.*)'": _again,
+}
 
 
 def _missing(error: MissingConfigException) -> str:

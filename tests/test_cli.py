@@ -119,6 +119,9 @@ WRONG = {
     "data=[]": ["data=[]: data is chosen by the name", "synthetic"],
     "schedule=[1]": ["schedule=[1]: schedule is chosen by the name", "naive"],
     "+schedule=[[gpipe]]": ["+schedule=[[gpipe]]: schedule is chosen by the name", "naive"],
+    "+schedule=1f1b": ["+schedule=1f1b: schedule is chosen already", "to change that: schedule=1f1b\n"],
+    "++schedule=1f1b": ["to change that: schedule=1f1b\n"],
+    "+experiment=schedules": ["to change that: experiment=schedules\n"],
     "experiment=[1]": ["experiment=[1]: experiment is chosen by the name", "parallel, schedules"],
     "partition.split=[layer2": ["partition.split=[layer2", "'partition.split=[layer2,layer3]'"],
 }
