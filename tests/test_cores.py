@@ -212,6 +212,34 @@ def test_a_share_that_is_taken_away_is_given_up() -> None:
     assert sorted(os.sched_getaffinity(0)) == MINE
 
 
+@pytest.mark.skipif(len(MINE) < 2, reason="needs two cores")
+@pytest.mark.parametrize("during", [False, True])
+@pytest.mark.parametrize("chosen", [{MINE[0]}, {MINE[-1]}], ids=["the share", "others"])
+def test_cores_that_are_chosen_from_outside_are_kept(chosen: set[int], during: bool) -> None:
+    """Before a wait, or in the middle of one. What is chosen then and is the very share cannot be told from ours."""
+
+    class Chosen(Asked):
+        def poll(self, patience_ms: float) -> list[tuple[int, int]]:
+            found = super().poll(patience_ms)
+            if during:
+                os.sched_setaffinity(0, chosen)
+            return found
+
+    waiting, asked = quiet({MINE[0]}), Chosen()
+    try:
+        if not during:
+            os.sched_setaffinity(0, chosen)
+        for _ in range(3):
+            waiting.poll(asked, 5.0)  # type: ignore[arg-type]
+        if during and chosen == waiting.share:
+            assert sorted(os.sched_getaffinity(0)) == MINE
+        else:
+            assert os.sched_getaffinity(0) == chosen
+            assert asked.seen[-1] == sorted(chosen)
+    finally:
+        os.sched_setaffinity(0, set(MINE))
+
+
 def test_a_busy_share_is_not_waited_for() -> None:
     host, asked = Host(), Asked()
     waiting = host.waiting({MINE[0]})

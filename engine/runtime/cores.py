@@ -97,7 +97,10 @@ def _read_idle(lines: Iterable[str]) -> dict[int, float]:
 
 
 class WaitingCores:
-    """Polls on a share of the cores while that is mostly idle, anywhere else. Threads may share one."""
+    """Polls on a share of the cores while that is mostly idle, anywhere else. Threads may share one.
+
+    A thread whose cores were chosen from outside (`taskset -p`) since this was made keeps to those.
+    """
 
     def __init__(
         self,
@@ -107,6 +110,7 @@ class WaitingCores:
     ) -> None:
         self.share = share
         self.quiet = False  # until it was looked at twice
+        self._allowed = os.sched_getaffinity(0)
         self._idle, self._now = idle, now
         self._seen: tuple[float, float] | None = None  # the last look: when, and the idle seconds then
         self._due = now()
@@ -115,9 +119,8 @@ class WaitingCores:
         """`poll.poll(patience_ms)`, the calling thread kept to the share meanwhile where that is quiet."""
         if self._now() >= self._due:
             self.review()
-        if not self.quiet:
+        if not self.quiet or os.sched_getaffinity(0) != self._allowed:  # somebody else has chosen cores meanwhile
             return poll.poll(patience_ms)
-        before = os.sched_getaffinity(0)
         try:
             os.sched_setaffinity(0, self.share)
         except OSError:  # the cores that this process may use are others now
@@ -127,7 +130,8 @@ class WaitingCores:
             return poll.poll(patience_ms)
         finally:
             with contextlib.suppress(OSError):
-                os.sched_setaffinity(0, before)
+                if os.sched_getaffinity(0) == self.share:  # as it was left: nobody has chosen others
+                    os.sched_setaffinity(0, self._allowed)
 
     def review(self) -> None:
         """Look at how idle the share has been since the last look."""
