@@ -55,7 +55,7 @@ def test_the_summary_has_the_pace_and_the_staleness_of_each_replica(tmp_path: Pa
     assert summary["samples_per_second"] == pytest.approx(64 / 2 * (1 / 0.1 + 1 / 0.3))  # what both do in a second
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     for text in (console.getvalue(), (tmp_path / "report.txt").read_text()):
-        assert "This is not the synchronous optimisation" in text and "up to 3 update(s) old" in text
+        assert "This is not the synchronous optimisation" in text and "up to 3 updates old" in text
         assert "replicas 2 (asynchronous)" in text and "more than 4 ahead of the slowest" in text
         assert "wasted" not in text
 

@@ -88,18 +88,22 @@ class _Claims(NamedTuple):
     issued: Ints
 
 
-def account(timeline: Timeline, ranks: int, stages: int) -> Account:
-    """The account of one measured step. `ranks` is P; the timeline holds the ranks of all replicas."""
-    claims = _claims(timeline, ranks)
+def account(timeline: Timeline, ranks: int, stages: int, running: bool = False) -> Account:
+    """The account of one measured step. `ranks` is P; the timeline holds the ranks of all replicas.
+
+    `running`: the pipeline went on when the windows began, as between the updates of an asynchronous schedule, so that
+    nothing is filling.
+    """
+    claims = _claims(timeline, ranks, running)
     cut = _sweep(claims.pieces, timeline)
     table = np.zeros((timeline.ranks, len(NAMES)), dtype=np.int64)
     np.add.at(table, (cut.rank, cut.name), cut.end - cut.start)
     return Account(table, *_latencies(timeline, claims.waits, claims.issued, stages))
 
 
-def stretches(timeline: Timeline, ranks: int) -> Stretches:
+def stretches(timeline: Timeline, ranks: int, running: bool = False) -> Stretches:
     """Where on the time axis the account found what it counts: `account` adds these up."""
-    cut = _sweep(_claims(timeline, ranks).pieces, timeline)
+    cut = _sweep(_claims(timeline, ranks, running).pieces, timeline)
     begins = np.ones(len(cut.rank), dtype=bool)
     begins[1:] = (cut.rank[1:] != cut.rank[:-1]) | (cut.name[1:] != cut.name[:-1])
     first = np.flatnonzero(begins)
@@ -107,16 +111,16 @@ def stretches(timeline: Timeline, ranks: int) -> Stretches:
     return Stretches(cut.rank[first], cut.name[first], cut.start[first], cut.end[last])
 
 
-def _claims(timeline: Timeline, ranks: int) -> _Claims:
+def _claims(timeline: Timeline, ranks: int, running: bool) -> _Claims:
     windows = timeline.windows.astype(np.int64)
     begin, finish = _bounds(timeline)
     rank = timeline.rank.astype(np.int64)
     start = np.clip(timeline.start, begin[rank], finish[rank])
     end = np.maximum(start, np.clip(timeline.end, begin[rank], finish[rank]))
     named = _CLASS[timeline.kind]
-    computing = named == _COMPUTE  # of an update of an asynchronous schedule, also what came before it
+    computing = named == _COMPUTE
     first, last = _compute_range(rank[computing], timeline.start[computing], timeline.end[computing], windows)
-    last = np.clip(last, begin, finish)
+    first, last = begin if running else first, np.clip(last, begin, finish)
 
     waits = np.flatnonzero(np.isin(timeline.kind, MESSAGE_WAITS))
     send = sends_of(timeline, ranks, MESSAGE_WAITS)[waits]

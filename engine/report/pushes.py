@@ -16,7 +16,7 @@ from typing import Any
 
 from engine.job import Job
 from engine.records import PUSH_COLUMNS, Record
-from engine.report.tables import Rows
+from engine.report.tables import Rows, counted
 
 STALE = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512, 1024)  # where each row of the table begins
 
@@ -92,7 +92,7 @@ def pushes_text(told: dict[str, Any]) -> str:
     worst = max((each["staleness"]["max"] or 0 for each in replicas), default=0)
     said = (
         "This is not the synchronous optimisation: each replica's gradient is an update by itself, computed with "
-        f"weights that are up to {worst} update(s) old, and results differ from run to run."
+        f"weights that are up to {counted(worst, 'update')} old, and results differ from run to run."
     )
     if bound is None:
         return f"{said} Replicas did not wait for each other."

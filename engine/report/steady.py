@@ -1,8 +1,9 @@
 """The bubbles of an asynchronous run: of its steady state, the first and the last P updates of each window left out.
 
 A step of the account is one update, from the end of a stage's STEP to the end of its next one. The pipeline goes on
-meanwhile: what a rank waits for in an update may have been sent in the one before, so that one's messages are looked
-at as well, and so are its computations (waiting at the beginning of an update is not filling the pipeline).
+meanwhile: waiting at the beginning of an update is not filling the pipeline, but for the first of a window; and what a
+rank waits for may have been sent in the update before, so that one's messages are looked at as well, where it was
+traced.
 
     ideal, predicted    simulated as in `measure`, over the middle of a long program (plan/steady.py)
     explained           a whole window simulated, each computation as long as it was, messages as long as on average
@@ -31,7 +32,7 @@ from engine.report.overlap import Overlap
 from engine.report.waterfall import Waterfall
 
 MOST_UPDATES = 1000  # of a window that is simulated as a whole
-_CONTEXT = (*COMPUTE_KINDS, Kind.SEND_F, Kind.SEND_B)  # what of the update before is looked at
+_CONTEXT = (Kind.SEND_F, Kind.SEND_B)  # what of the update before is looked at
 
 
 class SteadyMeasure:
@@ -60,7 +61,7 @@ class SteadyMeasure:
         position = step - int(self._ends[window]) + length
         if step != self._before + 1 or position == 0:
             self._recent.clear()
-        found = account(_after(self._recent, timeline), self._job.ranks, self._stages)
+        found = account(_after(self._recent, timeline), self._job.ranks, self._stages, running=position > 0)
         steady = self._job.ranks <= position < length - self._job.ranks
         for sums in (self._every, self._steady) if steady else (self._every,):
             sums.take(found)

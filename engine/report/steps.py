@@ -39,7 +39,7 @@ import numpy as np
 
 from engine.job import Job
 from engine.plan.timeline import Kind, Timeline
-from engine.report.bubble import NAMES, account, stretches
+from engine.report.bubble import NAMES, Stretches, account, stretches
 from engine.report.messages import MESSAGE_WAITS, sends_of
 from engine.report.path import CAUSES, Link, critical_path
 from engine.report.waterfall import BARS, Waterfall, missing
@@ -57,6 +57,8 @@ def document(
 ) -> str:
     """The document of one measured step. `predicted`: simulated in seconds; `uncertainty`: ns, by world rank."""
     origin = int(timeline.windows.min())
+    running = bool(job.windows) and step not in np.cumsum([0, *job.windows])  # between two updates without a drain
+    cut, found = stretches(timeline, job.ranks, running), account(timeline, job.ranks, job.placement.stages, running)
     content = {
         "version": VERSION,
         "step": step,
@@ -72,8 +74,8 @@ def document(
         "spans": _spans(timeline, origin) | {"sender": sends_of(timeline, job.ranks, MESSAGE_WAITS).tolist()},
         "pairs": timeline.pairs.tolist(),
         "predicted": None if predicted is None else _spans(_in_nanoseconds(predicted), 0),
-        "stretches": _stretches(timeline, job.ranks, origin),
-        "account": account(timeline, job.ranks, job.placement.stages).table.tolist(),
+        "stretches": _stretches(cut, origin),
+        "account": found.table.tolist(),
         "waterfall": None if waterfall is None else _waterfall(waterfall),
         "no_waterfall": missing(job) if waterfall is None else None,
         "path": _path(critical_path(timeline, job.ranks), origin),
@@ -103,8 +105,7 @@ def _waterfall(waterfall: Waterfall) -> dict[str, Any]:
     return {"bars": bars, "waiting": waterfall.waiting, "alone": list(waterfall.alone)}
 
 
-def _stretches(timeline: Timeline, ranks: int, origin: int) -> dict[str, Any]:
-    cut = stretches(timeline, ranks)
+def _stretches(cut: Stretches, origin: int) -> dict[str, Any]:
     return {
         "rank": cut.rank.tolist(),
         "name": cut.name.tolist(),

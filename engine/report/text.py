@@ -17,7 +17,7 @@ from engine.report.measure import Bubbles
 from engine.report.overlap import Overlap
 from engine.report.path import Link, by_cause, by_rank, name_of
 from engine.report.pushes import pace_rows, pushes_text, staleness_rows
-from engine.report.tables import Rows, markdown, milliseconds, percent, size, table
+from engine.report.tables import Rows, counted, markdown, milliseconds, percent, size, table
 from engine.report.waterfall import missing
 
 PATH, CLOCKS = "Critical path of the last traced step", "Clocks"
@@ -128,7 +128,7 @@ def closing(job: Job, summary: dict[str, Any], bubbles: Bubbles | None, cause: s
         parts += [pushes_text(told), table(pace_rows(told))]
     if bubbles is not None:
         parts += [
-            f"Where a step went, {_mean(summary, bubbles)}, ms and share:",
+            f"Where a step went, {_looked_at(summary, bubbles)}, ms and share:",
             table(rank_rows(job, bubbles)),
             table(bubble_rows(bubbles)),
             cause,
@@ -179,13 +179,14 @@ def report(
     if bubbles is None:
         sections.append(("Bubble", cause))
     else:
+        mean = _looked_at(summary, bubbles)
         sections += [
             ("Bubble", tabular(bubble_rows(bubbles)) + "\n\n" + cause),
-            ("Waterfall", waterfall_text(job, bubbles, tabular)),
+            ("Waterfall", waterfall_text(job, bubbles, summary["traced_steps"], tabular)),
             *([("Barrier", barrier_text(waits) + "\n\n" + tabular(_barrier_rows(waits)))] if waits else []),
             *([("Reduction", overlap_text(bubbles.overlap))] if bubbles.overlap else []),
             *more.items(),
-            ("Ranks", f"{_mean(summary, bubbles).capitalize()}, ms and share.\n\n{tabular(rank_rows(job, bubbles))}"),
+            ("Ranks", f"{mean.capitalize()}, ms and share.\n\n{tabular(rank_rows(job, bubbles))}"),
         ]
         if bubbles.costs is not None:
             sections.append(("Stages", "Mean cost of one micro-batch.\n\n" + tabular(stage_rows(job, bubbles))))
@@ -194,20 +195,23 @@ def report(
     return "\n\n".join(f"{mark}{head}\n\n{body}" if head else body for head, body in sections) + "\n"
 
 
-def _mean(summary: dict[str, Any], bubbles: Bubbles) -> str:
-    """Over which steps the account is a mean. The first traced step is left out, and some of a long run's."""
-    traced = summary["traced_steps"]
-    some = f" of {traced}" if traced > bubbles.steps + 1 and not bubbles.steady else ""
-    return f"mean over {bubbles.steps}{some} traced steps"
+def _looked_at(summary: dict[str, Any], bubbles: Bubbles) -> str:
+    """Of the ranks' account, where an asynchronous schedule's steady state is what was looked for."""
+    return _mean(bubbles.steps, bubbles.steps if bubbles.steady else summary["traced_steps"])
 
 
-def waterfall_text(job: Job, bubbles: Bubbles, tabular: Callable[[Rows], str]) -> str:
-    """The mean waterfall, or why there is none. `tabular`: how rows become a table."""
+def _mean(steps: int, traced: int) -> str:
+    """Over which steps something is a mean. The first traced step is left out, and some of a long run's."""
+    return f"mean over {f'{steps} of {traced} traced steps' if traced > steps + 1 else counted(steps, 'traced step')}"
+
+
+def waterfall_text(job: Job, bubbles: Bubbles, traced: int, tabular: Callable[[Rows], str]) -> str:
+    """The mean waterfall, or why there is none. `traced`: steps; `tabular`: how rows become a table."""
     if bubbles.waterfall is None:
         steady = f"\n\nWhat the bubble is made of:\n\n{tabular(_steady_rows(bubbles))}" if job.windows else ""
         return missing(job) + steady
-    said = f"From perfect work to the measured step, mean over {bubbles.waterfall.steps} whole traced steps."
-    return f"{said}\n\n{tabular(waterfall_rows(bubbles))}"
+    mean = _mean(bubbles.waterfall.steps, traced)
+    return f"From perfect work to the measured step, {mean}.\n\n{tabular(waterfall_rows(bubbles))}"
 
 
 def overlap_text(overlap: Overlap) -> str:
@@ -233,13 +237,15 @@ def asynchronous_text(summary: dict[str, Any]) -> str:
     """What must be known of such a run before its losses are compared with others."""
     told = summary["asynchronous"]
     steady, drains = told["steady_updates"], told["updates_between_drains"]
-    state = f"the bubbles are those of the steady state ({steady} traced updates, the first and last P left out)"
+    state = (
+        f"the bubbles are those of the steady state ({counted(steady, 'traced update')}, the first and last P left out)"
+    )
     if not steady:
         state = f"with at most {drains} updates between drains there is no steady state: fill and drain are included"
     return (
         "This is not the synchronous optimisation: gradients are computed with weights that are up to "
-        f"{max(summary['staleness'])} update(s) old, and results differ from those of other schedules. Of the time, "
-        f"{state}."
+        f"{counted(max(summary['staleness']), 'update')} old, and results differ from those of other schedules. "
+        f"Of the time, {state}."
     )
 
 
