@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import select
 import threading
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,13 @@ from engine.runtime.cores import (
     REVIEW_S,
     WaitingCores,
     idle_seconds,
-    polling,
     share_of,
     share_of_cores,
     threads_per_worker,
+    waits_of,
 )
 from engine.runtime.environment import cores
-from engine.runtime.transport.ends import anywhere
+from engine.runtime.transport.waits import Waits
 from engine.settings import DataParallel, Pipeline, Settings
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
@@ -87,17 +86,17 @@ class Host:
 
 
 class Asked:
-    """In the place of a poll: notes the cores that the thread may use while it waits."""
+    """A wait: notes the cores that the thread may use meanwhile."""
 
     def __init__(self, raises: type[BaseException] | None = None) -> None:
         self.raises = raises
         self.seen: list[list[int]] = []
 
-    def poll(self, patience_ms: float) -> list[tuple[int, int]]:
+    def __call__(self) -> str:
         self.seen.append(sorted(os.sched_getaffinity(0)))
         if self.raises is not None:
             raise self.raises
-        return [(7, select.POLLIN)]
+        return "a message"
 
 
 @given(
@@ -136,7 +135,7 @@ def test_looks_are_rare(pauses: list[float]) -> None:
     waiting = host.waiting({0})
     for pause in pauses:
         host.pass_by(pause, {0: 1.0})
-        waiting.poll(Asked(), 1.0)  # type: ignore[arg-type]
+        waiting.keep(Asked())
     begun = 1 if pauses else 0
     assert host.looks <= begun + sum(pauses) / FIRST_REVIEW_S
     assert host.looks <= 2 * begun + sum(pauses) / REVIEW_S
@@ -152,7 +151,7 @@ def test_a_slow_look_is_a_rare_one() -> None:
     waiting = WaitingCores({0}, slow, lambda: host.time)
     for _ in range(1000):
         host.time += 0.1
-        waiting.poll(Asked(), 1.0)  # type: ignore[arg-type]
+        waiting.keep(Asked())
     assert host.looks == 1
 
 
@@ -170,10 +169,10 @@ def quiet(share: set[int]) -> WaitingCores:
 def test_a_thread_keeps_to_a_quiet_share_only_while_it_waits(raises: type[BaseException] | None) -> None:
     waiting, asked = quiet({MINE[-1]}), Asked(raises)
     if raises is None:
-        assert waiting.poll(asked, 5.0) == [(7, select.POLLIN)]  # type: ignore[arg-type]
+        assert waiting.keep(asked) == "a message"
     else:
         with pytest.raises(raises):
-            waiting.poll(asked, 5.0)  # type: ignore[arg-type]
+            waiting.keep(asked)
     assert asked.seen == [[MINE[-1]]]
     assert sorted(os.sched_getaffinity(0)) == MINE
 
@@ -183,14 +182,14 @@ def test_only_the_waiting_thread_is_kept() -> None:
     kept: list[list[int]] = []
 
     class Long(Asked):
-        def poll(self, patience_ms: float) -> list[tuple[int, int]]:
-            found = super().poll(patience_ms)
+        def __call__(self) -> str:
+            found = super().__call__()
             entered.set()
             leave.wait(20)
             return found
 
     asked = Long()
-    thread = threading.Thread(target=lambda: waiting.poll(asked, 5.0))  # type: ignore[arg-type]
+    thread = threading.Thread(target=lambda: waiting.keep(asked))
     thread.start()
     assert entered.wait(20)
     other = threading.Thread(target=lambda: kept.append(sorted(os.sched_getaffinity(0))))
@@ -202,13 +201,12 @@ def test_only_the_waiting_thread_is_kept() -> None:
     assert kept == [MINE]
 
 
-def test_a_share_that_is_taken_away_is_given_up() -> None:
+def test_a_share_that_is_taken_away_is_not_waited_on() -> None:
     waiting, asked = quiet({MINE[-1]}), Asked()
     waiting.share = {10**4}
     for _ in range(3):
-        assert waiting.poll(asked, 5.0) == [(7, select.POLLIN)]  # type: ignore[arg-type]
+        assert waiting.keep(asked) == "a message"
     assert asked.seen == [MINE] * 3
-    assert not waiting.quiet
     assert sorted(os.sched_getaffinity(0)) == MINE
 
 
@@ -219,8 +217,8 @@ def test_cores_that_are_chosen_from_outside_are_kept(chosen: set[int], during: b
     """Before a wait, or in the middle of one. What is chosen then and is the very share cannot be told from ours."""
 
     class Chosen(Asked):
-        def poll(self, patience_ms: float) -> list[tuple[int, int]]:
-            found = super().poll(patience_ms)
+        def __call__(self) -> str:
+            found = super().__call__()
             if during:
                 os.sched_setaffinity(0, chosen)
             return found
@@ -230,7 +228,7 @@ def test_cores_that_are_chosen_from_outside_are_kept(chosen: set[int], during: b
         if not during:
             os.sched_setaffinity(0, chosen)
         for _ in range(3):
-            waiting.poll(asked, 5.0)  # type: ignore[arg-type]
+            waiting.keep(asked)
         if during and chosen == waiting.share:
             assert sorted(os.sched_getaffinity(0)) == MINE
         else:
@@ -245,19 +243,39 @@ def test_a_busy_share_is_not_waited_for() -> None:
     waiting = host.waiting({MINE[0]})
     for _ in range(5):
         host.pass_by(2.0, {MINE[0]: IDLE / 2})
-        waiting.poll(asked, 5.0)  # type: ignore[arg-type]
+        waiting.keep(asked)
     assert asked.seen == [MINE] * 5
 
 
-def test_a_wait_takes_what_the_poll_gives() -> None:
-    waiting, poll, fd = quiet({MINE[0]}), select.poll(), os.eventfd(0)
+@pytest.mark.skipif(len(MINE) < 2, reason="needs two cores")
+def test_threads_that_bring_what_is_waited_for_are_kept_while_the_share_is_quiet() -> None:
+    host, leave = Host(), threading.Event()
+    bringing, other = (threading.Thread(target=leave.wait, args=(20,)) for _ in range(2))
+    for thread in (bringing, other):
+        thread.start()
+    assert bringing.native_id and other.native_id
+    waiting = host.waiting({MINE[0]})
+    waiting.also([bringing.native_id])
+
+    def look(idle: float) -> list[int]:
+        host.pass_by(REVIEW_S, {MINE[0]: idle})
+        waiting.review()
+        assert sorted(os.sched_getaffinity(0)) == sorted(os.sched_getaffinity(other.native_id or 0)) == MINE
+        return sorted(os.sched_getaffinity(bringing.native_id or 0))
+
     try:
-        poll.register(fd, select.POLLIN)
-        assert waiting.poll(poll, 1.0) == []
-        os.eventfd_write(fd, 1)
-        assert waiting.poll(poll, 1e5) == [(fd, select.POLLIN)]
+        assert [look(1.0), look(1.0), look(1.0)] == [MINE, [MINE[0]], [MINE[0]]]
+        assert [look(0.0), look(1.0)] == [MINE, [MINE[0]]]
+        os.sched_setaffinity(bringing.native_id, {MINE[-1]})  # somebody else's choice
+        assert [look(0.0), look(1.0)] == [[MINE[-1]]] * 2
     finally:
-        os.close(fd)
+        leave.set()
+        for thread in (bringing, other):
+            thread.join(20)
+    for idle in (1.0, 0.0, 1.0):  # a thread that has gone
+        host.pass_by(REVIEW_S, {MINE[0]: idle})
+        waiting.review()
+        assert waiting.quiet == bool(idle)
 
 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="needs /proc/stat")
@@ -300,14 +318,15 @@ def test_who_waits_where(when: str) -> None:
     job = job_of(4, pin_workers=when, threads_per_worker=1)
     if when == "waiting" and len(MINE) > 1:
         for rank in range(4):
-            waiting = getattr(polling(job, rank), "__self__")  # noqa: B009  # of a bound method
+            waiting = waits_of(job, rank)
+            assert isinstance(waiting, WaitingCores)
             assert waiting.share == share_of(job, rank) == {MINE[rank % len(MINE)]}
     else:
-        assert polling(job, 0) is anywhere
+        assert type(waits_of(job, 0)) is Waits
 
 
 def test_a_share_of_all_cores_is_no_share() -> None:
-    assert polling(job_of(2, threads_per_worker=len(MINE)), 0) is anywhere
+    assert type(waits_of(job_of(2, threads_per_worker=len(MINE)), 0)) is Waits
 
 
 @pytest.mark.skipif(len(MINE) < 2, reason="needs two cores")
@@ -315,6 +334,6 @@ def test_the_share_is_of_the_cores_that_the_thread_may_use() -> None:
     os.sched_setaffinity(0, {MINE[1]})
     try:
         assert share_of(job_of(2, threads_per_worker=1), 0) == {MINE[1]}
-        assert polling(job_of(2, threads_per_worker=1), 0) is anywhere
+        assert type(waits_of(job_of(2, threads_per_worker=1), 0)) is Waits
     finally:
         os.sched_setaffinity(0, set(MINE))

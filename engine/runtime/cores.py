@@ -11,9 +11,7 @@ busy the system knows better than we do.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +20,7 @@ import torch
 
 from engine.job import Job
 from engine.runtime.environment import cores, ranks_per_host
-from engine.runtime.transport.ends import Polling, anywhere
+from engine.runtime.transport.waits import T, Waits
 
 FIRST_REVIEW_S = 0.1  # from the first look at how busy the share is to the second
 REVIEW_S = 1.0  # between later ones
@@ -67,12 +65,13 @@ def keep_to_cores(job: Job, rank: int) -> None:
         os.sched_setaffinity(0, share_of(job, rank))
 
 
-def polling(job: Job, rank: int) -> Polling:
+def waits_of(job: Job, rank: int) -> Waits:
     """How world rank `rank` waits for messages: on its share of the cores, unless otherwise configured."""
-    if job.settings.pin_workers != "waiting" or not hasattr(os, "sched_setaffinity"):
-        return anywhere
-    share = share_of(job, rank)
-    return WaitingCores(share).poll if share < os.sched_getaffinity(0) else anywhere
+    if job.settings.pin_workers == "waiting" and hasattr(os, "sched_setaffinity"):
+        share = share_of(job, rank)
+        if share < os.sched_getaffinity(0):
+            return WaitingCores(share)
+    return Waits()
 
 
 def idle_seconds() -> Mapping[int, float]:
@@ -96,8 +95,8 @@ def _read_idle(lines: Iterable[str]) -> dict[int, float]:
     return found
 
 
-class WaitingCores:
-    """Polls on a share of the cores while that is mostly idle, anywhere else. Threads may share one.
+class WaitingCores(Waits):
+    """Waits on a share of the cores while that is mostly idle, anywhere else.
 
     A thread whose cores were chosen from outside (`taskset -p`) since this was made keeps to those.
     """
@@ -111,27 +110,35 @@ class WaitingCores:
         self.share = share
         self.quiet = False  # until it was looked at twice
         self._allowed = os.sched_getaffinity(0)
+        self._bringing: list[int] = []  # native numbers of the threads that bring what is waited for
         self._idle, self._now = idle, now
         self._seen: tuple[float, float] | None = None  # the last look: when, and the idle seconds then
         self._due = now()
 
-    def poll(self, poll: select.poll, patience_ms: float) -> list[tuple[int, int]]:
-        """`poll.poll(patience_ms)`, the calling thread kept to the share meanwhile where that is quiet."""
+    def also(self, threads: Sequence[int]) -> None:
+        """They are kept to the share as long as it is quiet, waited for or not."""
+        self._bringing += threads
+
+    def keep(self, wait: Callable[[], T]) -> T:
+        """Call `wait`, the calling thread kept to the share meanwhile where that is quiet."""
         if self._now() >= self._due:
             self.review()
-        if not self.quiet or os.sched_getaffinity(0) != self._allowed:  # somebody else has chosen cores meanwhile
-            return poll.poll(patience_ms)
+        if not self.quiet or not self._moved(0, self._allowed, self.share):
+            return wait()
         try:
-            os.sched_setaffinity(0, self.share)
-        except OSError:  # the cores that this process may use are others now
-            self.quiet, self._due = False, float("inf")
-            return poll.poll(patience_ms)
-        try:
-            return poll.poll(patience_ms)
+            return wait()
         finally:
-            with contextlib.suppress(OSError):
-                if os.sched_getaffinity(0) == self.share:  # as it was left: nobody has chosen others
-                    os.sched_setaffinity(0, self._allowed)
+            self._moved(0, self.share, self._allowed)
+
+    def _moved(self, thread: int, before: set[int], after: set[int]) -> bool:
+        """Whether a thread may run on other cores now: not where somebody else has chosen some for it meanwhile."""
+        try:
+            if os.sched_getaffinity(thread) == before:
+                os.sched_setaffinity(thread, after)
+                return True
+        except OSError:  # the cores that this process may use are others now, or the thread has gone
+            pass
+        return False
 
     def review(self) -> None:
         """Look at how idle the share has been since the last look."""
@@ -140,7 +147,14 @@ class WaitingCores:
         idle = sum(told.get(core, 0.0) for core in self.share)
         if self._seen is not None:
             since, before = self._seen
-            self.quiet = idle - before >= IDLE * len(self.share) * (begun - since)
+            self._decide(idle - before >= IDLE * len(self.share) * (begun - since))
         ended = self._now()
         pause = FIRST_REVIEW_S if self._seen is None else REVIEW_S
         self._seen, self._due = (begun, idle), ended + max(pause, (ended - begun) / REVIEW_SHARE)
+
+    def _decide(self, quiet: bool) -> None:
+        if quiet != self.quiet:
+            self.quiet = quiet
+            now, then = (self._allowed, self.share) if quiet else (self.share, self._allowed)
+            for thread in self._bringing:
+                self._moved(thread, now, then)

@@ -7,7 +7,7 @@ from datetime import timedelta
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from engine.job import Job
-from engine.runtime.cores import polling
+from engine.runtime.cores import waits_of
 from engine.runtime.transport import Transport
 from engine.runtime.transport.processes import between_processes, without_shared_memory
 from engine.settings import Settings
@@ -44,4 +44,4 @@ def connect(job: Job, rank: int, store: Store) -> Transport:
 
         return NcclTransport(rank, job.world, store, timeout_s, device_of(job, rank))
     shared_memory = transport_of(job.settings) == "shared_memory"
-    return between_processes(rank, job.world, store, timeout_s, shared_memory, polling(job, rank))
+    return between_processes(rank, job.world, store, timeout_s, shared_memory, waits_of(job, rank))

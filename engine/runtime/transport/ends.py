@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from engine.runtime.transport import AnyMemory, Edge, PeerLost, PeerTimeout, Work
 from engine.runtime.transport.c10d import as_bytes
 from engine.runtime.transport.segments import Mapped, Segments, Slot
+from engine.runtime.transport.waits import Waits
 
 RING = 2**13  # entries: messages of one channel that may be under way at once
 _ENTRY = struct.Struct("=3q")  # segment, offset, bytes
@@ -32,21 +33,13 @@ _ATTENTION_S = 0.02  # how long a rank that waits for a send leaves its posted r
 _SIZE = struct.Struct("q")
 
 
-Polling = Callable[[select.poll, float], list[tuple[int, int]]]  # what was asked for within so many milliseconds
-
-
-def anywhere(poll: select.poll, patience_ms: float) -> list[tuple[int, int]]:
-    """A wait without regard to cores."""
-    return poll.poll(patience_ms)
-
-
 class Owner(Protocol):
     """What an end needs to know of the rank that it belongs to."""
 
     rank: int
     timeout_s: float
     aborted: bool
-    polling: Polling
+    waits: Waits
 
     def fill_posted(self) -> None: ...
 
@@ -91,7 +84,7 @@ class _End(AnyMemory):
         for patience in (limit_s * 1e3, 0.0):
             with contextlib.suppress(BlockingIOError):
                 return os.eventfd_read(self._fd)
-            if patience and not self._transport.polling(self._poll, patience):
+            if patience and not self._transport.waits.keep(partial(self._poll.poll, patience)):
                 return 0
         if self._transport.aborted:
             raise PeerLost(f"{self.what()}: this rank was aborted", self._peer)

@@ -8,9 +8,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from engine.runtime.environment import one_host
 from engine.runtime.transport import Transport
-from engine.runtime.transport.ends import Polling, anywhere
 from engine.runtime.transport.gloo import GlooTransport
 from engine.runtime.transport.shared import SharedMemoryTransport, available
+from engine.runtime.transport.waits import Waits
 
 
 def without_shared_memory() -> str | None:
@@ -23,13 +23,13 @@ def without_shared_memory() -> str | None:
 
 
 def between_processes(
-    rank: int, world: int, store: Store, timeout_s: float, shared_memory: bool, polling: Polling = anywhere
+    rank: int, world: int, store: Store, timeout_s: float, shared_memory: bool, waits: Waits | None = None
 ) -> Transport:
     """Shared memory, or gloo: on loopback where all ranks are on one host, else where GLOO_SOCKET_IFNAME says.
 
-    `polling`: how a rank waits for messages in shared memory.
+    `waits`: how a rank waits for messages.
     """
     if shared_memory:
-        return SharedMemoryTransport(rank, world, store, timeout_s, polling)
+        return SharedMemoryTransport(rank, world, store, timeout_s, waits)
     interface = None if one_host() else os.environ.get("GLOO_SOCKET_IFNAME", "")
-    return GlooTransport(rank, world, store, timeout_s, interface)
+    return GlooTransport(rank, world, store, timeout_s, interface, waits)

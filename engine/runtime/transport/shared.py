@@ -34,8 +34,9 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from engine.runtime.transport import Channel, Edge, PeerLost, PeerTimeout, Work
-from engine.runtime.transport.ends import Polling, ReceivingEnd, SendingEnd, anywhere, introduction
+from engine.runtime.transport.ends import ReceivingEnd, SendingEnd, introduction
 from engine.runtime.transport.gloo import GlooTransport
+from engine.runtime.transport.waits import Waits
 
 _PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group
 
@@ -50,11 +51,11 @@ class SharedMemoryTransport:
 
     device = torch.device("cpu")
 
-    def __init__(self, rank: int, world: int, store: Store, timeout_s: float, polling: Polling = anywhere) -> None:
+    def __init__(self, rank: int, world: int, store: Store, timeout_s: float, waits: Waits | None = None) -> None:
         self.rank = rank
         self.world = world
         self.timeout_s = timeout_s
-        self.polling = polling
+        self.waits = waits or Waits()
         self.aborted = False
         self._store = store
         self._ends: dict[Edge, SendingEnd | ReceivingEnd] = {}
