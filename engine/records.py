@@ -37,6 +37,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -45,6 +46,7 @@ import numpy as np
 import numpy.typing as npt
 
 SPAN_COLUMNS = 5
+START, END = 3, 4  # of them
 VERSION_COLUMNS = 4
 LAYER_COLUMNS = 4
 PUSH_COLUMNS = 5
@@ -71,8 +73,9 @@ def decode(data: bytes) -> Record:
         header = json.loads(data[4 : 4 + length])
         arrays, at = {}, 4 + length
         for name, shape in header["arrays"]:
-            size = int(np.prod(shape, dtype=np.int64))
-            arrays[name] = np.frombuffer(data, dtype="<i8", count=size, offset=at).reshape(shape).astype(np.int64)
+            size = math.prod(shape)
+            found = np.frombuffer(data, dtype="<i8", count=size, offset=at).reshape(shape)
+            arrays[name] = found.astype(np.int64, copy=False)  # of the record's own bytes, where these are in order
             at += 8 * size
         return Record(header["kind"], header["meta"], arrays)
     except (struct.error, KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:

@@ -136,8 +136,8 @@ def test_the_reduction_shows_in_trace_and_account(replicas: int) -> None:
         least = 8 * sum(n for name, n in elements.items() if name.startswith(tuple(layers)))
         assert sent >= 2 * (members - 1) / members * least
     measure, (step, *_) = Measure(ran.job), steps_of(ran)
-    assert step.timeline is not None
-    measure.add(step.timeline)
+    assert step.recorded is not None
+    measure.add(step.recorded.timeline)
     assert (result := measure.result()) is not None and result.costs is not None
 
 

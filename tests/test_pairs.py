@@ -222,8 +222,8 @@ def test_what_cannot_overlap_is_refused_before_anything_starts(section: Any, wor
 def traced(ran: Ran) -> Timeline:
     steps = Steps(ran.job)
     *_, last = [step for record in ran.of("step") if (step := steps.add(record))]
-    assert last.timeline is not None
-    return last.timeline
+    assert last.recorded is not None
+    return last.recorded.timeline
 
 
 @pytest.mark.parametrize("how", [None, "test_pairs.between"])

@@ -79,7 +79,7 @@ def test_a_step_takes_the_largest_peak_the_sum_of_bytes_and_the_mean_window() ->
     assert step.reduce_bytes_sent == 30
     assert step.seconds == pytest.approx(2.25)
     assert step.samples_per_second == pytest.approx(64 / 2.25)
-    assert step.timeline is None
+    assert step.recorded is None
 
 
 def test_nothing_scored_is_no_loss() -> None:

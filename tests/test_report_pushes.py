@@ -139,5 +139,5 @@ def test_of_a_replica_that_is_far_ahead_only_figures_are_held() -> None:
     held = [sum(len(r.arrays["spans"]) for r in ranks.values()) > 0 for ranks in steps._pending.values()]
     assert held == [True] * (AHEAD + 1) + [False] * 4
     done = [steps.add(slow) for _, slow in records]
-    assert [step is not None and step.timeline is not None for step in done] == held
+    assert [step is not None and step.recorded is not None for step in done] == held
     assert all(step is not None and step.seconds > 0 for step in done)

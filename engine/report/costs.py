@@ -72,10 +72,8 @@ class Costs:
         self._short: dict[float, deque[_Floats]] = {}
         self._added = 0
 
-    def add(self, step: Step, account: Account, observed: Observed | None) -> None:
-        """A traced step; `observed` where every rank ran just its row of the program."""
-        timeline = step.timeline
-        assert timeline is not None
+    def add(self, step: Step, timeline: Timeline, account: Account, observed: Observed | None) -> None:
+        """A traced step and its spans; `observed` where every rank ran just its row of the program."""
         if observed is None or step.samples < self._samples:  # as many micro-batches may be smaller ones
             self._add_short(step, timeline)
             return
@@ -86,7 +84,8 @@ class Costs:
         kinds = set(np.unique(timeline.kind).tolist())
         reduced = self._job.replicas > 1 or int(Kind.REDUCE) in kinds
         normed, gathered = (int(kind) in kinds for kind in (Kind.WAIT_NORM, Kind.GATHER))
-        self._steps.append(_Whole(observed, other, step.layers, reduced, normed, gathered))
+        assert step.recorded is not None
+        self._steps.append(_Whole(observed, other, step.recorded.layers, reduced, normed, gathered))
 
     def _add_short(self, step: Step, timeline: Timeline) -> None:
         """A step of one pass with fewer samples than configured, the same on every replica."""

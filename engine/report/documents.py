@@ -25,9 +25,11 @@ from engine.report.waterfall import Waterfall
 
 
 class Counted(NamedTuple):
-    """A traced step that is in the means, and what was found of it. `waiting`: seconds, by replica, for slower ones."""
+    """A traced step that is in the means, and what was found of it. `timeline`: its spans, on the clock of rank 0;
+    `waiting`: seconds, by replica, for slower ones."""
 
     step: Step
+    timeline: Timeline
     account: Account
     waterfall: Waterfall | None
     overlap: Overlap | None
@@ -54,22 +56,19 @@ class Documents:
         if self._left is None:
             return
         counted, self._left = self._left, None
-        self._point(counted.step)
-        assert counted.step.timeline is not None
-        if self._room.takes(len(counted.step.timeline)):
+        self._point(counted.step.index, counted.timeline)
+        if self._room.takes(len(counted.timeline)):
             self._write(counted)
 
-    def _point(self, step: Step) -> None:
+    def _point(self, index: int, timeline: Timeline) -> None:
         bubbles = self._measure.result()
         assert bubbles is not None
-        self._predicted = bubbles.simulated if self._measure.last_whole is step.timeline else None
-        self._board.scalars({"bubble/ideal": bubbles.ideal, "bubble/predicted": bubbles.predicted}, step.index)
-        assert step.timeline is not None
-        self._board.histograms(action_times(step.timeline), step.index)
+        self._predicted = bubbles.simulated if self._measure.last_whole is timeline else None
+        self._board.scalars({"bubble/ideal": bubbles.ideal, "bubble/predicted": bubbles.predicted}, index)
+        self._board.histograms(action_times(timeline), index)
 
     def _write(self, counted: Counted) -> None:
         step, uncertainty = counted.step, self._clocks.uncertainty
-        assert step.timeline is not None
-        text = document(self._job, step.index, step.timeline, counted.waterfall, self._predicted, uncertainty)
+        text = document(self._job, step.index, counted.timeline, counted.waterfall, self._predicted, uncertainty)
         shares = dict(zip(NAMES, fractions(counted.account.table).mean(axis=0).tolist(), strict=True))
         self._board.document(step.index, text, series.about(step.seconds, shares))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,40 @@ from engine.report.pushes import Pushed, pushed, together
 Meta = dict[str, Any]
 
 AHEAD = 64  # steps under way of which everything is held
+
+
+class Recorded:
+    """What the ranks recorded of a traced step; put together where somebody looks at it. `len`: spans."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        """World rank is the index of the record."""
+        self._records = records
+
+    def __len__(self) -> int:
+        return sum(len(record.arrays["spans"]) for record in self._records)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The spans of all ranks, each on its own clock."""
+        spans = [record.arrays["spans"].reshape(-1, SPAN_COLUMNS) for record in self._records]
+        kind, stage, microbatch, start, end = np.concatenate(spans).T
+        rank = np.repeat(np.arange(len(spans)), [len(rows) for rows in spans])
+        windows = np.array([record.meta["window"] for record in self._records], dtype=np.int64)
+        narrow = [column.astype(np.int32) for column in (rank, kind, stage, microbatch)]
+        before = np.cumsum([0, *map(len, spans[:-1])])
+        tables = zip(self._records, before, strict=True)
+        pairs = [record.arrays["pairs"].reshape(-1, 2) + first for record, first in tables]
+        return Timeline(narrow[0], narrow[1], narrow[2], narrow[3], start, end, windows, np.concatenate(pairs))
+
+    @cached_property
+    def layers(self) -> npt.NDArray[np.float64]:
+        """[n, 4]: a row per layer, columns as in engine.records, each the mean over the ranks that hold the layer."""
+        rows = np.concatenate([record.arrays["layers"].reshape(-1, LAYER_COLUMNS) for record in self._records])
+        numbers, place, count = np.unique(rows[:, 0], return_inverse=True, return_counts=True)
+        sums = np.zeros((len(numbers), LAYER_COLUMNS))
+        np.add.at(sums, place, rows)
+        means: npt.NDArray[np.float64] = sums / count[:, None]
+        return means
 
 
 @dataclass(frozen=True)
@@ -42,10 +77,9 @@ class Step:
     bytes_sent_between_stages: list[int]
     reduce_bytes_sent: int  # the largest over all ranks
     bytes_sent: list[int]  # by world rank: to stages, and in reductions
-    timeline: Timeline | None  # None where the step was not traced
+    recorded: Recorded | None  # None where the step was not traced
     microbatches: int  # the most of any replica's passes
     rows: int  # samples of the largest micro-batch so far
-    layers: npt.NDArray[np.float64]  # [n, 4], columns as in engine.records, each the mean over who holds the layer
     weight_versions: list[int] | None = None  # asynchronous schedules: the most kept so far on each rank
     replicas: tuple[Pushed, ...] = ()  # asynchronous replicas: the step of each
     staleness: list[int] | None = None  # and by stage how many updates older than this one the weights were, at most
@@ -99,23 +133,12 @@ def _combine(job: Job, records: Sequence[Record]) -> Step:
         bytes_sent_between_stages=[sum(values) for values in by_rank("bytes_sent_between_stages")],
         reduce_bytes_sent=max(m["reduce_bytes_sent"] for m in metas),
         bytes_sent=[m["bytes_sent_between_stages"] + m["reduce_bytes_sent"] for m in metas],
-        timeline=_timeline(records, whole=bool(replicas)),
+        recorded=_recorded(records, whole=bool(replicas)),
         replicas=replicas,
         microbatches=max(m["microbatches"] for m in metas),
         rows=max(m["rows"] for m in metas),
-        layers=_layers(records),
         **_versions(job, records),
     )
-
-
-def _layers(records: Sequence[Record]) -> npt.NDArray[np.float64]:
-    """A row per layer, in order; of a layer that several ranks hold the mean of what they say."""
-    rows = np.concatenate([record.arrays["layers"].reshape(-1, LAYER_COLUMNS) for record in records])
-    numbers, place, count = np.unique(rows[:, 0], return_inverse=True, return_counts=True)
-    sums = np.zeros((len(numbers), LAYER_COLUMNS))
-    np.add.at(sums, place, rows)
-    means: npt.NDArray[np.float64] = sums / count[:, None]
-    return means
 
 
 def _versions(job: Job, records: Sequence[Record]) -> dict[str, list[int]]:
@@ -147,18 +170,10 @@ def _grad_norm(metas: Sequence[Meta]) -> float | None:
     return math.hypot(*local) if len(local) == len(metas) else None
 
 
-def _timeline(records: Sequence[Record], whole: bool) -> Timeline | None:
-    """The spans of all ranks; world rank is the index of the record. `whole`: None where those of a rank are gone."""
-    spans = [record.arrays["spans"].reshape(-1, SPAN_COLUMNS) for record in records]
-    if not any(map(len, spans)) or (whole and not all(map(len, spans))):
-        return None
-    kind, stage, microbatch, start, end = np.concatenate(spans).T
-    rank = np.repeat(np.arange(len(spans)), [len(rows) for rows in spans])
-    windows = np.array([record.meta["window"] for record in records], dtype=np.int64)
-    narrow = [column.astype(np.int32) for column in (rank, kind, stage, microbatch)]
-    before = np.cumsum([0, *map(len, spans[:-1])])
-    pairs = [record.arrays["pairs"].reshape(-1, 2) + first for record, first in zip(records, before, strict=True)]
-    return Timeline(narrow[0], narrow[1], narrow[2], narrow[3], start, end, windows, np.concatenate(pairs))
+def _recorded(records: Sequence[Record], whole: bool) -> Recorded | None:
+    """None where nothing was traced, or `whole` and the spans of a rank are gone."""
+    traced = [len(record.arrays["spans"]) > 0 for record in records]
+    return Recorded(records) if any(traced) and (all(traced) or not whole) else None
 
 
 @dataclass(frozen=True)

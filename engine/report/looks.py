@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 SHARE = 0.005  # of the time of a run's steps, in seconds of one processor
 MOST_STEPS = 32  # that wait: so many looks at most is the last one behind
-MOST_SPANS = 50_000  # of all that wait: 1.6 MB
+MOST_SPANS = 50_000  # of all that wait: 2 MB
 
 T = TypeVar("T")
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import ExitStack
-from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any, TextIO
@@ -35,7 +34,7 @@ from engine.report.draw import Panel, draw
 from engine.report.draw_bars import draw_bars
 from engine.report.files import write_bytes, write_json, write_text
 from engine.report.finite import LossWatch
-from engine.report.gather import Evaluations, Step, Steps
+from engine.report.gather import Evaluations, Recorded, Step, Steps
 from engine.report.hparams import METRICS, hparams, results
 from engine.report.log import RunLog, line_of, tag
 from engine.report.looks import Looks
@@ -81,7 +80,7 @@ class Recorder:
         self._documents = Documents(job, self._board, self._measure, self._clocks)
         self._looks = Looks(self._look)
         self._by_rank, self._looked = (Thinning(CURVES) for _ in range(2))
-        self._raw: Timeline | None = None  # the last traced step, each rank on its own clock
+        self._raw: Recorded | None = None  # the last traced step, each rank on its own clock
         self._watch = LossWatch(job.settings.train.stop_on_nan)
         self._summary: dict[str, Any] | None = None
 
@@ -138,11 +137,11 @@ class Recorder:
             self._staleness.add(step.replicas)
         self._board.scalars(curves.of_step(step) | (curves.of_ranks(step) if self._by_rank.keeps() else {}), step.index)
         self._looks.passed(step.seconds)
-        if step.timeline is not None:
-            self._raw = step.timeline
+        if step.recorded is not None:
+            self._raw = step.recorded
             # Of an asynchronous schedule what an update waits for may lie in the one before: each is counted.
             counted = self._counted(step) if self.job.windows else None
-            self._looks.add(counted or step, len(step.timeline))
+            self._looks.add(counted or step, len(step.recorded))
         if self._progress.step(step):
             self._board.flush()
         if warning := self._watch.look(step):
@@ -160,14 +159,14 @@ class Recorder:
 
     def _counted(self, step: Step) -> Counted:
         """A step on the clock of rank 0, in the means from now on."""
-        assert step.timeline is not None
-        timeline, measure = self._clocks.aligned(step.timeline), self._measure
+        assert step.recorded is not None
+        timeline, measure = self._clocks.aligned(step.recorded.timeline), self._measure
         account = measure.add(timeline, step.index)
-        step = replace(step, timeline=measure.shown)
+        assert measure.shown is not None
         waiting = [] if self._barrier is None else self._barrier.add(timeline)
         if self._costs is not None:
-            self._costs.add(step, account, measure.observed)
-        return Counted(step, account, measure.waterfall, measure.overlap, waiting)
+            self._costs.add(step, measure.shown, account, measure.observed)
+        return Counted(step, measure.shown, account, measure.waterfall, measure.overlap, waiting)
 
     def _begin(self, lr: float | None) -> None:
         self._board.begin_session(hparams(self.job, lr), METRICS)
@@ -217,7 +216,7 @@ class Recorder:
         """The last traced step again, now that the drift between clocks is known."""
         measure = self._measure
         if self._raw is not None and self._clocks.several:
-            timeline = self._clocks.aligned(self._raw)
+            timeline = self._clocks.aligned(self._raw.timeline)
             timeline = timeline if measure.last is None else timeline.first(measure.last.ranks)
             measure.last_whole = timeline if measure.last_whole is measure.last else measure.last_whole
             measure.last = timeline

@@ -43,7 +43,7 @@ class Totals:
         self.first_loss = step.loss if self.steps == 0 else self.first_loss
         self.last_loss, self.last_index = step.loss, step.index
         self.steps += 1
-        self.traced += step.timeline is not None
+        self.traced += step.recorded is not None
         self.samples += step.samples
         self._seconds.append(step.seconds)
         self._samples.append(step.samples)

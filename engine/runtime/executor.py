@@ -41,6 +41,8 @@ from engine.runtime.position import Place, here, locate
 from engine.runtime.stage import Stage
 from engine.runtime.trace import Tracer
 
+_KIND = {op: Kind(int(op)) for op in Op}
+
 
 class Executor:
     """Runs rows of one rank. `specs(mode, rows)` gives the messages between stages for micro-batches of `rows`.
@@ -295,7 +297,7 @@ class Executor:
         peer = self._placement.rank(neighbour, microbatch)
         kind = "F" if op is Op.SEND_F else "B"
         self.links.send(peer, kind, layout, self._outbox.pop((op, stage, microbatch)), stage, microbatch)
-        self.tracer.add(Kind(int(op)), stage, microbatch, start, self.tracer.mark())
+        self.tracer.add(_KIND[op], stage, microbatch, start, self.tracer.mark())
 
     def _recv_f(self, stage: int, microbatch: int) -> None:
         self._post(Op.RECV_F, stage, stage - 1, microbatch, self._message(stage - 1, microbatch).forward)
@@ -307,7 +309,7 @@ class Executor:
         start = self.tracer.mark()
         peer = self._placement.rank(neighbour, microbatch)
         self._posted[op, stage, microbatch] = self.links.post(peer, "F" if op is Op.RECV_F else "B", layout)
-        self.tracer.add(Kind(int(op)), stage, microbatch, start, self.tracer.mark())
+        self.tracer.add(_KIND[op], stage, microbatch, start, self.tracer.mark())
 
     def _message(self, producer: int, microbatch: int) -> Message:
         """What stage `producer` hands on for a micro-batch."""

@@ -17,9 +17,9 @@ import numpy.typing as npt
 import torch
 
 from engine.plan.timeline import Kind
-from engine.records import SPAN_COLUMNS
+from engine.records import END, SPAN_COLUMNS, START
 
-_Span = tuple[int, int, int, Any, Any]
+_Spans = list[Any]  # SPAN_COLUMNS entries for each, one after another: a list of numbers is soon an array
 _ReadMark = Callable[[Any], int]  # a mark on the host's clock, in nanoseconds
 
 
@@ -28,9 +28,9 @@ class Traced:
 
     def __init__(
         self,
-        spans: list[_Span],
+        spans: _Spans,
         pairs: list[tuple[int, int]],
-        layers: list[_Span],
+        layers: _Spans,
         window: tuple[int, int],
         read: _ReadMark | None,
     ) -> None:
@@ -52,9 +52,11 @@ class Traced:
             lasted[number] = lasted.get(number, 0) + end - start
         return lasted
 
-    def _rows(self, spans: list[_Span]) -> npt.NDArray[np.int64]:
+    def _rows(self, spans: _Spans) -> npt.NDArray[np.int64]:
         if self._read is not None:
-            spans = [(kind, stage, mb, self._read(start), self._read(end)) for kind, stage, mb, start, end in spans]
+            spans = spans.copy()
+            for column in (START, END):
+                spans[column::SPAN_COLUMNS] = map(self._read, spans[column::SPAN_COLUMNS])
         return np.array(spans, dtype=np.int64).reshape(-1, SPAN_COLUMNS)
 
 
@@ -64,9 +66,9 @@ class Tracer:
     def __init__(self) -> None:
         self.on = True
         self.window_start = self.now()
-        self._spans: list[_Span] = []
+        self._spans: _Spans = []
         self._pairs: list[tuple[int, int]] = []
-        self._layers: list[_Span] = []  # as spans, the layer's number for a stage
+        self._layers: _Spans = []  # as spans, the layer's number for a stage
 
     def now(self) -> int:
         """This moment on the host, in nanoseconds."""
@@ -79,8 +81,8 @@ class Tracer:
     def add(self, kind: Kind, stage: int, microbatch: int, start: Any, end: Any) -> int:
         """Record a span; its number in this step."""
         if self.on:
-            self._spans.append((kind, stage, microbatch, start, end))
-        return len(self._spans) - 1
+            self._spans.extend((kind, stage, microbatch, start, end))
+        return len(self._spans) // SPAN_COLUMNS - 1
 
     def add_pair(self, first: int, second: int) -> None:
         """The spans of these numbers are one overlapped pair."""
@@ -90,12 +92,12 @@ class Tracer:
     def add_host(self, kind: Kind, stage: int, microbatch: int, start_ns: int, end_ns: int) -> None:
         """A span that was measured on the host's clock."""
         if self.on:
-            self._spans.append((kind, stage, microbatch, start_ns, end_ns))
+            self._spans.extend((kind, stage, microbatch, start_ns, end_ns))
 
     def add_layer(self, number: int, start: Any, end: Any) -> None:
         """A layer's forward, within the span of its stage's."""
         if self.on:
-            self._layers.append((Kind.F, number, -1, start, end))
+            self._layers.extend((Kind.F, number, -1, start, end))
 
     def finish(self) -> Traced:
         """Close the window of a step; the next one starts here."""
