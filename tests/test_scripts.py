@@ -150,7 +150,9 @@ def test_a_named_python_comes_first(checkout: Checkout) -> None:
     assert code == 0
 
 
-@pytest.mark.parametrize("script", ["scripts/run", "scripts/test", "scripts/check", "scripts/bench", "scripts/pictures", ".ci/run"])
+@pytest.mark.parametrize(
+    "script", [*(f"scripts/{name}" for name in ("run", "test", "check", "bench", "pictures")), ".ci/run"]
+)
 def test_scripts_are_executable_and_parse(script: str) -> None:
     path = CHECKOUT / script
     assert os.access(path, os.X_OK)
