@@ -78,7 +78,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "C073": ("empty stages", ["partition: equal_layers_are_shared_evenly",
                               "partition: more_stages_than_layers_are_refused_with_both_numbers"]),
     "C074": ("slower than one", ["bubble: other_causes_are_named", "sweep: one_folder_per_job_and_a_table"]),
-    "C075": ("too many threads", ["launch: threads_share_out_the_cores",
+    "C075": ("too many threads", ["cores: threads_share_out_the_cores",
                                   "launch: threads_per_worker_reach_the_worker"]),
     "C077": ("timing without synchronising", ["bubble: every_nanosecond_has_one_name",
                                               "runtime: spans_and_windows_follow_one_another"]),

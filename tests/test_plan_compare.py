@@ -105,7 +105,7 @@ def test_a_sweep_of_plans_ends_with_the_same_comparison(engine: Engine) -> None:
     said = engine(
         "-m", *SIZES[:2], "schedule=gpipe,dualpipe_v,zb_v", "pipeline.microbatches=4,8", "plan.memory_limit=7"
     )
-    assert said.code == run.REFUSED
+    assert said.code == 1  # one of six
     table = said.out[said.out.rindex("\nschedule ") + 1 :].partition("\n\n")[0]
     assert [line.split()[:2] for line in table.splitlines()[1:]] == [
         ["4", "zb_v"], ["0", "gpipe"], ["5", "zb_v"], ["3", "dualpipe_v"], ["1", "gpipe"], ["2", "schedule=dualpipe_v"],
