@@ -90,6 +90,21 @@ def test_faster_transfers_never_cost_and_recomputing_never_keeps_more(
     assert again.step > kept.step
 
 
+def test_messages_much_larger_than_any_measured_are_said_to_be_a_guess() -> None:
+    base = ran(ranks=2, transfer=MS, layers=4)
+    raw = {**base.raw, "layers": [dict(layer) for layer in base.raw["layers"]]}
+    known, large = base.split[1] - 1, base.split[1]
+    raw["layers"][large]["sends"] = [40 * each for each in raw["layers"][known]["sends"]]
+    predictor = Predictor(replace(base, raw=raw))
+    moved = replace(predictor.own, split=(0, large + 1))
+    assert predictor.hop is None
+    (said,) = [note for note in predictor.predict(moved).notes if "at worst" in note]
+    assert "up to 40 times as large" in said
+    assert predictor.predict(moved).step > 40e-3  # a message of 40 ms at least
+    for usual_one in (predictor.own, replace(moved, transfer=FREE), replace(moved, split=None)):
+        assert not any("at worst" in note for note in predictor.predict(usual_one).notes)
+
+
 def test_recomputing_adds_a_forward_to_each_backward() -> None:
     predictor = Predictor(ran("gpipe", 3, 6))
     again = predictor.predict(replace(predictor.own, recompute=True))

@@ -241,7 +241,8 @@ def asynchronous_text(summary: dict[str, Any]) -> str:
         f"the bubbles are those of the steady state ({counted(steady, 'traced update')}, the first and last P left out)"
     )
     if not steady:
-        state = f"with at most {drains} updates between drains there is no steady state: fill and drain are included"
+        state = f"no traced update lies in a steady state (of {drains} between drains, the first and last P left out)"
+        state += ": fill and drain are included"
     return (
         "This is not the synchronous optimisation: gradients are computed with weights that are up to "
         f"{counted(max(summary['staleness']), 'update')} old, and results differ from those of other schedules. "

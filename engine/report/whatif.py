@@ -24,7 +24,7 @@ from engine.plan.dependencies import Flat
 from engine.plan.features import SPLIT, features
 from engine.plan.schedules import build
 from engine.report.cuts import Cut, cut_of, held, memory
-from engine.report.fits import FIXED, PROPORTIONAL, Line, fit, telling
+from engine.report.fits import FIXED, PROPORTIONAL, TELLING, Line, fit, telling
 from engine.report.measure import repeated
 from engine.report.measured import Floats, Measured
 from engine.report.replay import Replay
@@ -252,6 +252,14 @@ class Predictor:
         seen = _messages(self.base)
         return tuple(np.median(np.array(seen), axis=0).tolist()) if seen else (1.0, 0.0)
 
+    def _larger(self, cut: Cut) -> float:
+        """How many times the size of a message that was measured, at most, where that alone says how long it takes."""
+        if self.hop is not None:
+            return 1.0
+        known = {(way, edge): self._known_hop(way, edge, cut) for way in (0, 1) for edge in range(len(cut.after) - 1)}
+        found = [self._bytes(way, edge, cut) / size for (way, edge), (size, s) in known.items() if s > 0 and size > 0]
+        return max(found, default=1.0)
+
     def _hop(self, way: int, edge: int, cut: Cut, scenario: Scenario) -> float:
         """Seconds of a message on an edge, as large as the run's micro-batches make it."""
         if edge + 1 >= len(cut.after):
@@ -322,6 +330,11 @@ class Predictor:
             notes.append(f"extrapolated: measured were {_listed(self.sizes)} samples in a micro-batch")
         if scenario.transfer == DOUBLED and self.hop is None:
             notes.append("at best: messages of one size do not tell bandwidth from latency")
+        if scenario.transfer == MEASURED and (larger := self._larger(cut)) >= TELLING:
+            notes.append(
+                "at worst: messages of one size do not tell bandwidth from latency, and of those that are up to "
+                f"{larger:.0f} times as large it is said that they take as many times as long"
+            )
         if scenario.recompute:
             notes.append("as if it were: this engine cannot recompute yet")
         return tuple(notes)
