@@ -14,12 +14,22 @@ from typing import Any
 import torch
 
 from engine.job import Job
-from engine.plan.actions import Action, Op
+from engine.plan.actions import Action, Op, Placement
+from engine.plan.lowering import lower
+from engine.plan.schedules import build
 from engine.records import encode
 from engine.runtime import position
 from engine.runtime.transport import PeerLost, PeerTimeout
+from engine.settings import DataParallel, Pipeline, Settings
 
 Post = Callable[[bytes], None]
+
+
+def job_of(ranks: int = 3, replicas: int = 1, **settings: Any) -> Job:
+    program = build("gpipe", ranks, 4)
+    asked = Settings(pipeline=Pipeline(ranks, 4), data_parallel=DataParallel(replicas), timeout_s=5.0, **settings)
+    lowered = lower(program, reduce=False, step=True)
+    return Job(asked, Placement.linear(ranks), (), tuple(range(ranks)), 32, 0, program, {4: lowered}, {}, {})
 
 
 def _hello(rank: int, post: Post) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import workers
 from hypothesis import given
 from hypothesis import strategies as st
+from launched import job_of
 
-from engine.job import Job
-from engine.plan.actions import Placement
-from engine.plan.lowering import lower
-from engine.plan.schedules import build
 from engine.runtime import cores as module
 from engine.runtime.cores import (
     FIRST_REVIEW_S,
@@ -29,18 +31,13 @@ from engine.runtime.cores import (
     waits_of,
 )
 from engine.runtime.environment import cores
-from engine.runtime.transport.waits import Waits
-from engine.settings import DataParallel, Pipeline, Settings
+from engine.runtime.transport import Edge, Transport
+from engine.runtime.transport.gloo import GlooTransport
+from engine.runtime.transport.shared import SharedMemoryTransport
+from engine.runtime.transport.waits import ANYWHERE, T, Waits
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
 MINE = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
-
-
-def job_of(ranks: int = 3, replicas: int = 1, **settings: Any) -> Job:
-    program = build("gpipe", ranks, 4)
-    asked = Settings(pipeline=Pipeline(ranks, 4), data_parallel=DataParallel(replicas), timeout_s=5.0, **settings)
-    lowered = lower(program, reduce=False, step=True)
-    return Job(asked, Placement.linear(ranks), (), tuple(range(ranks)), 32, 0, program, {4: lowered}, {}, {})
 
 
 @given(st.integers(1, 9), st.integers(1, 4), st.sets(st.integers(0, 99), min_size=1, max_size=12).map(sorted))
@@ -322,11 +319,11 @@ def test_who_waits_where(when: str) -> None:
             assert isinstance(waiting, WaitingCores)
             assert waiting.share == share_of(job, rank) == {MINE[rank % len(MINE)]}
     else:
-        assert type(waits_of(job, 0)) is Waits
+        assert waits_of(job, 0) is ANYWHERE
 
 
 def test_a_share_of_all_cores_is_no_share() -> None:
-    assert type(waits_of(job_of(2, threads_per_worker=len(MINE)), 0)) is Waits
+    assert waits_of(job_of(2, threads_per_worker=len(MINE)), 0) is ANYWHERE
 
 
 @pytest.mark.skipif(len(MINE) < 2, reason="needs two cores")
@@ -334,6 +331,42 @@ def test_the_share_is_of_the_cores_that_the_thread_may_use() -> None:
     os.sched_setaffinity(0, {MINE[1]})
     try:
         assert share_of(job_of(2, threads_per_worker=1), 0) == {MINE[1]}
-        assert type(waits_of(job_of(2, threads_per_worker=1), 0)) is Waits
+        assert waits_of(job_of(2, threads_per_worker=1), 0) is ANYWHERE
     finally:
         os.sched_setaffinity(0, set(MINE))
+
+
+class Noted(Waits):
+    """Notes who waits through it, and for what threads."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+        self.waited = 0
+
+    def also(self, threads: Sequence[int]) -> None:
+        self.threads += threads
+
+    def keep(self, wait: Callable[[], T]) -> T:
+        self.waited += 1
+        return wait()
+
+
+@pytest.mark.parametrize("kind", [GlooTransport, SharedMemoryTransport])
+def test_receives_wait_where_the_rank_waits_and_sends_do_not(kind: Any) -> None:
+    edge, store, noted = Edge(0, 1, "F"), dist.HashStore(), [Noted(), Noted()]
+
+    def main(transport: Transport) -> list[float]:
+        transport.open([edge])
+        channel, data = transport.channel(edge), torch.full((3,), float(transport.rank))
+        if transport.rank == 0:
+            time.sleep(0.05)  # the other side waits already
+            channel.isend(data + 7).wait()
+        else:
+            channel.irecv(data).wait()
+        return data.tolist()
+
+    made = workers.over(2, main, lambda rank: kind(rank, 2, store, 20.0, waits=noted[rank]))
+    assert made[1] == [7.0] * 3
+    assert [each.waited for each in noted] == [0, 1]
+    for each in noted:
+        assert bool(each.threads) == (kind is GlooTransport)  # gloo's own, which brings the bytes

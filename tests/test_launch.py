@@ -19,18 +19,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from launched import job_of
 
 from engine.job import Job
-from engine.plan.actions import Placement
-from engine.plan.lowering import lower
-from engine.plan.schedules import build
 from engine.records import Record
 from engine.runtime import supervise
 from engine.runtime.launch import in_processes, in_threads
 from engine.runtime.supervise import warm_up
 from engine.runtime.transport import Edge
 from engine.runtime.verdict import Outcome, Verdict
-from engine.settings import DataParallel, Pipeline, Settings
 
 LIMIT_S = 15.0  # the promise: within this time everything is gone
 
@@ -39,13 +36,6 @@ LIMIT_S = 15.0  # the promise: within this time everything is gone
 def fork_server() -> None:
     """The fork server lives as long as this process: start it before a test looks for children left behind."""
     warm_up()
-
-
-def job_of(ranks: int = 3, replicas: int = 1, **settings: Any) -> Job:
-    program = build("gpipe", ranks, 4)
-    asked = Settings(pipeline=Pipeline(ranks, 4), data_parallel=DataParallel(replicas), timeout_s=5.0, **settings)
-    lowered = lower(program, reduce=False, step=True)
-    return Job(asked, Placement.linear(ranks), (), tuple(range(ranks)), 32, 0, program, {4: lowered}, {}, {})
 
 
 @pytest.fixture

@@ -30,19 +30,19 @@ Run = Callable[..., list[Any]]
 def over_threads(world: int, main: Callable[[Transport], T], timeout_s: float = 20.0) -> list[T]:
     """`main(transport)` on every rank; results in rank order. The first exception is raised here."""
     hub = ThreadHub(world, timeout_s)
-    return _run(world, main, hub.transport)
+    return over(world, main, hub.transport)
 
 
 def over_gloo(world: int, main: Callable[[Transport], T], timeout_s: float = 20.0) -> list[T]:
     """The same over gloo on loopback; every transport is closed at the end."""
     store = dist.HashStore()
-    return _run(world, main, lambda rank: GlooTransport(rank, world, store, timeout_s))
+    return over(world, main, lambda rank: GlooTransport(rank, world, store, timeout_s))
 
 
 def over_shared(world: int, main: Callable[[Transport], T], timeout_s: float = 20.0) -> list[T]:
     """The same through shared memory; every transport is closed at the end."""
     store = dist.HashStore()
-    return _run(world, main, lambda rank: SharedMemoryTransport(rank, world, store, timeout_s))
+    return over(world, main, lambda rank: SharedMemoryTransport(rank, world, store, timeout_s))
 
 
 RUNS: dict[str, Run] = {"threads": over_threads, "gloo": over_gloo, "shared": over_shared}
@@ -65,7 +65,7 @@ def copy_late(patch: pytest.MonkeyPatch, seed: int) -> None:
     patch.setattr(queues, "_complete", later)
 
 
-def _run(world: int, main: Callable[[Transport], T], transport: Callable[[int], Transport]) -> list[T]:
+def over(world: int, main: Callable[[Transport], T], transport: Callable[[int], Transport]) -> list[T]:
     transports = [transport(rank) for rank in range(world)]
     results: list[Any] = [None] * world
     errors: list[BaseException] = []

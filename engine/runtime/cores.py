@@ -20,7 +20,7 @@ import torch
 
 from engine.job import Job
 from engine.runtime.environment import cores, ranks_per_host
-from engine.runtime.transport.waits import T, Waits
+from engine.runtime.transport.waits import ANYWHERE, T, Waits
 
 FIRST_REVIEW_S = 0.1  # from the first look at how busy the share is to the second
 REVIEW_S = 1.0  # between later ones
@@ -71,7 +71,7 @@ def waits_of(job: Job, rank: int) -> Waits:
         share = share_of(job, rank)
         if share < os.sched_getaffinity(0):
             return WaitingCores(share)
-    return Waits()
+    return ANYWHERE
 
 
 def idle_seconds() -> Mapping[int, float]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from engine.runtime.transport import AnyMemory, Channel, Edge, PeerError, PeerLost, PeerTimeout, Work
-from engine.runtime.transport.waits import Waits
+from engine.runtime.transport.waits import ANYWHERE, Waits
 
 T = TypeVar("T")
 What = str | tuple[str, int, Edge]  # what was being done, or (send or receive, bytes, edge)
@@ -61,9 +61,9 @@ class C10dTransport(ABC):
     pollable = False
 
     def __init__(
-        self, rank: int, world: int, store: Store, timeout_s: float, device: torch.device, waits: Waits | None = None
+        self, rank: int, world: int, store: Store, timeout_s: float, device: torch.device, waits: Waits = ANYWHERE
     ) -> None:
-        self.waits = waits or Waits()
+        self.waits = waits
         self.rank = rank
         self.world = world
         self.device = device
@@ -175,7 +175,8 @@ class C10dChannel(AnyMemory):
             handle = call([data], other, tag_of(nbytes))
         except RuntimeError as error:
             raise self._transport.peer_error(error, what, self._peer) from None
-        work = C10dWork(self._transport, handle, data, what, self._peer, self._pending.discard, long=kind == "receive")
+        waits = self._transport.waits if kind == "receive" else ANYWHERE  # a send is over soon, or was long ago
+        work = C10dWork(self._transport, handle, data, what, self._peer, self._pending.discard, waits)
         self._pending.add(work)
         return work
 
@@ -191,10 +192,10 @@ class C10dWork:
         what: What,
         peer: int | None,
         ended: Callable[[C10dWork], None] = lambda work: None,
-        long: bool = False,
+        waits: Waits = ANYWHERE,
     ) -> None:
         self._transport, self._handle, self._tensor = transport, handle, tensor
-        self._what, self._peer, self._ended, self._long = what, peer, ended, long
+        self._what, self._peer, self._ended, self._waits = what, peer, ended, waits
 
     def done(self) -> bool:
         return self._handle is None or bool(self._transport.pollable and self._handle.is_completed())
@@ -203,10 +204,7 @@ class C10dWork:
         if self._handle is None:
             return
         try:
-            if self._long:
-                self._transport.waits.keep(self._handle.wait)
-            else:
-                self._handle.wait()
+            self._waits.keep(self._handle.wait)
         except RuntimeError as error:
             raise self._transport.peer_error(error, self._what, self._peer) from None
         self._ended(self)

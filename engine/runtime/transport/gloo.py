@@ -17,7 +17,7 @@ import torch
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
 from engine.runtime.transport.c10d import ABORT_TAG, C10dTransport
-from engine.runtime.transport.waits import Waits
+from engine.runtime.transport.waits import ANYWHERE, Waits
 
 LOOPBACK = "127.0.0.1"
 
@@ -33,7 +33,7 @@ class GlooTransport(C10dTransport):
         store: Store,
         timeout_s: float,
         interface: str | None = None,
-        waits: Waits | None = None,
+        waits: Waits = ANYWHERE,
     ) -> None:
         super().__init__(rank, world, store, timeout_s, torch.device("cpu"), waits)
         make, before = ProcessGroupGloo, _threads()

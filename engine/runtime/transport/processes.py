@@ -10,7 +10,7 @@ from engine.runtime.environment import one_host
 from engine.runtime.transport import Transport
 from engine.runtime.transport.gloo import GlooTransport
 from engine.runtime.transport.shared import SharedMemoryTransport, available
-from engine.runtime.transport.waits import Waits
+from engine.runtime.transport.waits import ANYWHERE, Waits
 
 
 def without_shared_memory() -> str | None:
@@ -23,7 +23,7 @@ def without_shared_memory() -> str | None:
 
 
 def between_processes(
-    rank: int, world: int, store: Store, timeout_s: float, shared_memory: bool, waits: Waits | None = None
+    rank: int, world: int, store: Store, timeout_s: float, shared_memory: bool, waits: Waits = ANYWHERE
 ) -> Transport:
     """Shared memory, or gloo: on loopback where all ranks are on one host, else where GLOO_SOCKET_IFNAME says.
 

@@ -36,7 +36,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from engine.runtime.transport import Channel, Edge, PeerLost, PeerTimeout, Work
 from engine.runtime.transport.ends import ReceivingEnd, SendingEnd, introduction
 from engine.runtime.transport.gloo import GlooTransport
-from engine.runtime.transport.waits import Waits
+from engine.runtime.transport.waits import ANYWHERE, Waits
 
 _PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group
 
@@ -51,11 +51,11 @@ class SharedMemoryTransport:
 
     device = torch.device("cpu")
 
-    def __init__(self, rank: int, world: int, store: Store, timeout_s: float, waits: Waits | None = None) -> None:
+    def __init__(self, rank: int, world: int, store: Store, timeout_s: float, waits: Waits = ANYWHERE) -> None:
         self.rank = rank
         self.world = world
         self.timeout_s = timeout_s
-        self.waits = waits or Waits()
+        self.waits = waits
         self.aborted = False
         self._store = store
         self._ends: dict[Edge, SendingEnd | ReceivingEnd] = {}

@@ -17,3 +17,6 @@ class Waits:
     def keep(self, wait: Callable[[], T]) -> T:
         """Call `wait`, which blocks, and return what it returns."""
         return wait()
+
+
+ANYWHERE = Waits()
