@@ -43,6 +43,23 @@ ensure_venv() {
     exec 9>&-
 }
 
+# Runs a command that installs, and says every few seconds what it does. What it printed is shown whole if it fails.
+narrated() {
+    local log="$venv/install.log" since=$SECONDS last="" line pid
+    "$@" --progress-bar off >"$log" 2>&1 &
+    pid=$!
+    while sleep 2 && kill -0 "$pid" 2>/dev/null; do
+        line="$(tail -n 1 "$log" | cut -c 1-100)"
+        if [[ "$line" != "$last" ]] || (((SECONDS - since) % 5 < 2)); then say "  $((SECONDS - since)) s: ${line:-starting}"; fi
+        last="$line"
+    done
+    if ! wait "$pid"; then
+        cat "$log" >&2
+        say "error: this did not succeed: $*"
+        return 1
+    fi
+}
+
 # The stamp is removed first and written last: an interrupted install is seen as none.
 install() {
     local pip=("$venv/bin/python" -m pip --disable-pip-version-check)
@@ -52,9 +69,11 @@ install() {
         "$2" -m venv --clear "$venv"
     fi
     say "installing the engine and its pinned dependencies into $venv (the first time takes some minutes)"
-    # The build backend comes from the pins as well, so nothing unpinned is fetched to build with.
-    "${pip[@]}" install -qq -c "$root/constraints.txt" hatchling
-    "${pip[@]}" install -qq -c "$root/constraints.txt" --no-build-isolation -e "$root[dev]"
+    # What builds comes from the pins as well, so nothing unpinned is fetched to build with. setuptools and wheel are for
+    # antlr4-python3-runtime, which Hydra needs and which comes as source only: a new virtual environment has no wheel,
+    # and from Python 3.12 on no setuptools either.
+    narrated "${pip[@]}" install -c "$root/constraints.txt" hatchling setuptools wheel
+    narrated "${pip[@]}" install -c "$root/constraints.txt" --no-build-isolation -e "$root[dev]"
     printf '%s\n' "$1" >"$venv/.installed"
     say "installed"
 }
