@@ -1,5 +1,6 @@
 """`python -m engine key=value ...`: see engine.cli. Workers import this module too, so importing it does nothing."""
 
+import gc
 import os
 import sys
 import threading
@@ -19,6 +20,7 @@ def leave(code: int) -> NoReturn:
     interrupt.ignore()  # an impatient second Ctrl-C would end it by the signal instead
     if supervise := sys.modules.get("engine.runtime.supervise"):  # else there is nothing to end
         supervise.cool_down()
+    gc.freeze()  # at its end Python collects garbage several times, which takes seconds with torch's objects
     timer = threading.Timer(LEAVE_GRACE_S, _break_off, (code,))
     timer.daemon = True
     timer.start()

@@ -46,6 +46,10 @@ def main() -> int:
     """Run what sys.argv asks for; returns the exit code."""
     logging.getLogger().setLevel(logging.INFO)
     with forgiving():
+        try:
+            environment.keep_sockets_short()
+        except (ValueError, OSError) as error:  # OSError: no folder for temporary files at all
+            return report(Outcome("failed", str(error), run.REFUSED))
         return _join() if environment.joined() else _compose()
 
 

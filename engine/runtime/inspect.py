@@ -166,7 +166,11 @@ class FakeModel:
             dtype = self._dtype if leaf.is_floating_point() else leaf.dtype
             return torch.empty(leaf.shape, dtype=dtype, device=self._device)
 
-        return pytree.tree_map(fake, default_collate([sample] * rows))
+        # The items are made fake before they are collated: converting a real tensor imports torch's compiler.
+        item = pytree.tree_map(
+            lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf, sample
+        )
+        return pytree.tree_map(fake, default_collate([item] * rows))
 
 
 def _try_loss(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> None:

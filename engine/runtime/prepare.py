@@ -29,6 +29,7 @@ from engine.runtime.build import DTYPES, autocast_of, model_layers
 from engine.runtime.connections import check_open_files, connections
 from engine.runtime.delay import check_delay
 from engine.runtime.inspect import FakeModel
+from engine.runtime.lazy_dynamo import put_off
 from engine.runtime.losses import Loss, make_loss
 from engine.runtime.meet import transport_of
 from engine.runtime.microbatch import Batches, passes, sizes
@@ -44,6 +45,7 @@ from engine.targets import blaming, locate, prepare_import_path
 
 def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
     """The job that `settings` describe. Raises ValueError for every mistake found; starts nothing."""
+    put_off()
     prepare_import_path(start_dir)
     settings = grouped(replace(settings, device=resolve_device(settings)))
     transport_of(settings)

@@ -38,9 +38,14 @@ OnRecord = Callable[[Record], None]
 
 
 def context() -> Any:
-    """The fork server's context; torch and the worker are imported in it before the first fork."""
+    """The fork server's context; torch and the worker are imported in it before the first fork.
+
+    So is what torch imports in the first backward: each worker would import it by itself.
+    """
     forkserver = multiprocessing.get_context("forkserver")
-    forkserver.set_forkserver_preload(["engine.runtime.process", "engine.runtime.worker"])
+    forkserver.set_forkserver_preload(
+        ["engine.runtime.process", "engine.runtime.worker", "torch.fx.experimental.symbolic_shapes"]
+    )
     return forkserver
 
 

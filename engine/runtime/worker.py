@@ -34,6 +34,7 @@ from engine.runtime.delay import slow_down
 from engine.runtime.evaluate import Evaluation
 from engine.runtime.executor import Executor
 from engine.runtime.feed import Count, Share, Shares
+from engine.runtime.lazy_dynamo import put_off
 from engine.runtime.links import Links
 from engine.runtime.losses import make_loss
 from engine.runtime.memory import Held
@@ -50,6 +51,7 @@ Post = Callable[[bytes], None]
 
 def run(job: Job, rank: int, transport: Transport, post: Post, clocks: Clocks | None = None) -> None:
     """Train as world rank `rank`; returns when all of its work is done. Exceptions say where (see `executor`)."""
+    put_off()
     with torch.cuda.stream(_own_stream(job, rank)):
         Worker(job, rank, transport, post, clocks).run()
 

@@ -1,6 +1,6 @@
 """scripts/bench [sleep] [tiny] [resnet50] [gpt] [--repeats N] [--json FILE]
 scripts/bench schedules | scale | allreduce | data_parallel | drawbacks | waterfall | tracing | pipedream | overlap |
-whatif
+whatif | startup
 
 Runs the engine, torch.distributed.pipelining and one plain process in turn, N times over, so that a change of the
 machine's mood meets all of them. A step's time is, on every side, the median period between consecutive step ends of
@@ -24,7 +24,7 @@ COMMANDS = {
     name: f"benchmarks.{name}"
     for name in (
         *("schedules", "scale", "allreduce", "data_parallel", "drawbacks"),
-        *("waterfall", "tracing", "pipedream", "overlap", "whatif"),
+        *("waterfall", "tracing", "pipedream", "overlap", "whatif", "startup"),
     )
 }
 
