@@ -5,6 +5,7 @@
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv"
+say_every_s=4
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -43,21 +44,31 @@ ensure_venv() {
     exec 9>&-
 }
 
-# Runs a command that installs, and says every few seconds what it does. What it printed is shown whole if it fails.
+# Runs a command that installs, and says every few seconds what it is doing. What it printed is shown if it fails.
 narrated() {
-    local log="$venv/install.log" since=$SECONDS last="" line pid
-    "$@" --progress-bar off >"$log" 2>&1 &
-    pid=$!
-    while sleep 2 && kill -0 "$pid" 2>/dev/null; do
-        line="$(tail -n 1 "$log" | cut -c 1-100)"
-        if [[ "$line" != "$last" ]] || (((SECONDS - since) % 5 < 2)); then say "  $((SECONDS - since)) s: ${line:-starting}"; fi
-        last="$line"
-    done
-    if ! wait "$pid"; then
-        cat "$log" >&2
-        say "error: this did not succeed: $*"
+    local log="$venv/install.log" narrator
+    : >"$log"
+    narrate "$log" 9>&- &
+    narrator=$!
+    if "$@" --progress-bar off >"$log" 2>&1; then
+        kill "$narrator" 2>/dev/null || true
+    else
+        kill "$narrator" 2>/dev/null || true
+        tail -n 40 "$log" >&2
+        say "error: this did not succeed ($log has all that it printed): $*"
         return 1
     fi
+}
+
+# Prints the time and the last line of a log every few seconds, as long as this script lives.
+narrate() {
+    local since=$SECONDS next=$say_every_s
+    while sleep 0.2 && kill -0 $$ 2>/dev/null; do
+        if ((SECONDS - since >= next)); then
+            say "  $((SECONDS - since)) s: $(tail -n 1 "$1" | cut -c 1-100)"
+            next=$((SECONDS - since + say_every_s))
+        fi
+    done
 }
 
 # The stamp is removed first and written last: an interrupted install is seen as none.

@@ -20,12 +20,30 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 LEAVE_SECONDS = 5.0
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
+LEFT_OUT = pytest.StashKey[int]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the tests marked slow, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is slow, unless it is asked for: by --all, or by name (file.py::test)."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if config.getoption("--all") or any("::" in argument for argument in config.args):
         return
-    for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    slow = [item for item in items if "slow" in item.keywords]
+    items[:] = [item for item in items if "slow" not in item.keywords]
+    config.stash[LEFT_OUT] = len(slow)
+    config.hook.pytest_deselected(items=slow)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if left_out := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(f"{left_out} slow tests left out: scripts/test --all runs them too")
 
 
 def children() -> dict[int, str]:
