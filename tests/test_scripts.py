@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,10 +47,10 @@ class Checkout:
         self.env = {**os.environ, "PATH": f"{self.bin}:/usr/bin:/bin"}
         self.env.pop("PYTHON", None)
 
-    def start(self, script: str, *args: str, cwd: Path | None = None) -> subprocess.Popen[str]:
+    def start(self, script: str, *args: str, cwd: Path | None = None, **options: Any) -> subprocess.Popen[str]:
         command = [str(self.root / "scripts" / script), *args]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, cwd=cwd or self.root, env=self.env, stdout=pipe, stderr=pipe, text=True)
+        pipe, folder = subprocess.PIPE, cwd or self.root
+        return subprocess.Popen(command, cwd=folder, env=self.env, stdout=pipe, stderr=pipe, text=True, **options)
 
     def call(self, script: str, *args: str, cwd: Path | None = None) -> tuple[int, str]:
         process = self.start(script, *args, cwd=cwd)
@@ -109,6 +112,77 @@ def test_a_failed_install_ends_the_call_and_is_redone(checkout: Checkout) -> Non
     assert checkout.calls("-m engine")
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_long_install_says_what_it_does_and_shows_its_words_only_where_it_fails(
+    checkout: Checkout, fails: bool
+) -> None:
+    library = checkout.root / "scripts" / "lib.sh"
+    library.write_text(library.read_text().replace("say_every_s=4", "say_every_s=1"))
+    text = (checkout.bin / "python3").read_text()
+    speaking = "echo first words; echo Downloading torch; sleep 1.6;"
+    (checkout.bin / "python3").write_text(text.replace("sleep 0.1;", speaking))
+    if fails:
+        checkout.broken.touch()
+    code, said = checkout.call("run")
+    assert (code != 0) == fails
+    assert " 1 s: Downloading torch" in said
+    assert ("first words" in said) == fails
+    assert ("did not succeed" in said) == fails
+    assert (checkout.root / ".venv" / "install.log").read_text() == "first words\nDownloading torch\n"
+
+
+def test_an_interrupted_install_leaves_nobody_talking(checkout: Checkout, tmp_path: Path) -> None:
+    busy = tmp_path / "busy"  # pip is running by then, and not the shell before it
+    pip = f"from pathlib import Path; import time; Path('{busy}').touch(); time.sleep(60)"
+    text = (checkout.bin / "python3").read_text()
+    (checkout.bin / "python3").write_text(text.replace("sleep 0.1;", f'exec {sys.executable} -c "{pip}";'))
+    process = checkout.start("run", start_new_session=True)
+    try:
+        while not busy.exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)  # what Ctrl-C in a terminal does
+        process.communicate(timeout=60)  # ends once nobody holds the pipe any more, the narrator included
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    assert not (checkout.root / ".venv" / ".installed").exists()
+
+
+def test_what_builds_from_source_is_pinned_and_there_before_it_is_needed(checkout: Checkout) -> None:
+    """antlr4-python3-runtime comes as source. A new environment has no wheel, from Python 3.12 on no setuptools."""
+    pins = (CHECKOUT / "constraints.txt").read_text()
+    assert {"setuptools", "wheel", "hatchling"} <= {line.partition("==")[0] for line in pins.splitlines()}
+    checkout.call("run")
+    first, second = checkout.calls("-m pip")
+    assert all(f" {name}" in first for name in ("setuptools", "wheel", "hatchling"))
+    assert "--no-build-isolation" not in first
+    assert "--no-build-isolation" in second
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_pins_that_come_as_source_build_in_an_environment_with_neither_setuptools_nor_wheel(
+    tmp_path: Path,
+) -> None:
+    venv = tmp_path / "a venv"
+    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+    pip = [str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
+    subprocess.run([*pip, "uninstall", "-qq", "-y", "setuptools", "wheel"], check=True, capture_output=True)
+    home = tmp_path / "home"
+    home.mkdir()
+    env = {**os.environ, "HOME": str(home), "PIP_NO_CACHE_DIR": "1"}
+    for words in ("hatchling setuptools wheel", "--no-build-isolation --no-deps antlr4-python3-runtime"):
+        command = [*pip, "install", "-q", "-c", str(CHECKOUT / "constraints.txt"), *words.split()]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        if "Failed to establish a new connection" in done.stderr:
+            pytest.skip("no package index can be reached")
+        assert done.returncode == 0, done.stderr
+    code = "import antlr4, sys; print(antlr4.__file__)"
+    found = subprocess.run([pip[0], "-c", code], capture_output=True, text=True, check=True).stdout
+    assert str(venv) in found
+
+
 def test_an_install_that_breaks_an_older_one_is_redone(checkout: Checkout) -> None:
     checkout.call("run")
     (checkout.root / "constraints.txt").write_text("torch==2.12\n")
@@ -160,11 +234,28 @@ def test_scripts_are_executable_and_parse(script: str) -> None:
     assert "set -euo pipefail" in path.read_text()
 
 
-def test_ci_runs_the_check_and_the_tests() -> None:
-    text = (CHECKOUT / ".ci" / "run").read_text()
-    assert "scripts/check" in text
-    assert "scripts/test" in text
-    assert ".ci/browser" in text
+def test_ci_is_a_newcomer(tmp_path: Path) -> None:
+    """It clones, empties the home, forbids the cache, and calls there what README says, once."""
+    source = tmp_path / "source"
+    (source / "scripts").mkdir(parents=True)
+    (source / ".ci").mkdir()
+    shutil.copy(CHECKOUT / ".ci" / "run", source / ".ci")
+    for name in (".ci/browser", "scripts/run", "scripts/check", "scripts/test"):
+        seen = '$PWD|$HOME|$(ls -A "$HOME" | wc -l)|$PIP_NO_CACHE_DIR|$*'
+        (source / name).write_text(f'#!/bin/bash\necho "{name}|{seen}"\n')
+        (source / name).chmod(0o755)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *words], cwd=source, check=True, capture_output=True)
+    env = {**os.environ, "PYTHONPATH": "x"}
+    done = subprocess.run([".ci/run"], cwd=source, env=env, capture_output=True, text=True, check=True)
+    browser, run, check, test = (line.split("|") for line in done.stdout.splitlines())
+    assert [run[-1], check[-1], test[-1]] == ["schedule=gpipe", "", "--all --durations=15"]
+    assert browser[1] == str(source)
+    assert {each[1] for each in (run, check, test)} == {run[1]} and not Path(run[1]).is_relative_to(source)
+    assert " " in run[1]
+    assert run[2] != os.environ["HOME"] and run[3] == "0" and run[4] == "1"
+    assert not Path(run[1]).exists()
 
 
 APT = """#!/bin/bash
