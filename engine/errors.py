@@ -44,6 +44,12 @@ def cause(error: BaseException) -> str:
     return message_of(error) if isinstance(error, ValueError) else said(error)
 
 
+def a_type(value: object) -> str:
+    """The type of a value, with its article: `a list`, `an int`, `None`."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
 def printable(text: str, most: int = MOST_CHARACTERS) -> str:
     """Text that can be written anywhere: lone surrogates spelt out, and not without end."""
     text = text.encode(errors="backslashreplace").decode()

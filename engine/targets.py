@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import Any
 
 from engine.annotations import misfit, plain
-from engine.errors import cause, refusing, said
+from engine.errors import a_type, cause, refusing, said
 
 OURS = Path(__file__).resolve().parent.parent / "models"
 _MARKS = ("_target_", "_partial_", "_args_")
@@ -199,7 +199,7 @@ def build(config: Mapping[str, Any], *args: Any, where: str, **extra: Any) -> An
     path = config["_target_"]
     target = locate(path, where)
     if not callable(target):
-        raise ValueError(f"{where}._target_={path} is a {type(target).__name__}, which cannot be called")
+        raise ValueError(f"{where}._target_={path} is {a_type(target)}, which cannot be called")
     keywords = {str(key): value for key, value in config.items() if key not in _MARKS} | extra
     own = config.get("_args_") or []
     bound = bool(config.get("_partial_"))
@@ -250,7 +250,7 @@ def check_arguments(function: Any, names: Sequence[str], where: str) -> None:
     """Raise ValueError unless `function` can be called with so many positional arguments; `names` are what they are."""
     wanted = f"a function of ({', '.join(names)})"
     if not callable(function):
-        raise ValueError(f"{where} gives a {type(function).__name__}, which cannot be called; give {wanted}")
+        raise ValueError(f"{where} gives {a_type(function)}, which cannot be called; give {wanted}")
     try:
         inspect.signature(function).bind(*names)
     except TypeError as error:

@@ -154,7 +154,7 @@ def test_drops_while_a_rank_has_joined_do_not_count() -> None:
         ({"backward_passes_per_step": None}, "backward_passes_per_step=None must be a whole number, at least 1"),
         ({"named_parameters": [torch.zeros(2)]}, "named_parameters holds a Tensor where a pair of name and tensor is"),
         ({"named_parameters": nn.Linear(1, 1)}, "named_parameters holds a Linear where .* model.named_parameters()"),
-        ({"named_parameters": [("extra", 3)]}, "named_parameters: extra is a int, not a tensor; leave it out"),
+        ({"named_parameters": [("extra", 3)]}, "named_parameters: extra is an int, not a tensor; leave it out"),
     ],
 )
 def test_wrong_arguments_are_refused_with_what_to_pass(change: dict[str, Any], message: str) -> None:

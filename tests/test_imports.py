@@ -31,7 +31,9 @@ ALLOWED = {
         "engine.plan", "engine.collectives", "engine.errors", "engine.job", "engine.settings", "engine.records",
         "engine.targets",
     },
-    "engine.distributed": {"engine.collectives", "engine.runtime.environment", "engine.runtime.transport"},
+    "engine.distributed": {
+        "engine.collectives", "engine.errors", "engine.runtime.environment", "engine.runtime.transport",
+    },
     "engine.report": {"engine.console", "engine.job", "engine.plan", "engine.records", "engine.settings"},
     "engine.tab": {"engine.plan", "engine.report"},  # what TensorBoard loads: the report's view of event files
     "engine.limits": {"engine.settings", "engine.runtime.environment"},

@@ -27,7 +27,7 @@ from engine.runtime import supervise
 from engine.runtime.launch import in_processes, in_threads
 from engine.runtime.supervise import warm_up
 from engine.runtime.transport import Edge
-from engine.runtime.verdict import Outcome, Verdict
+from engine.runtime.verdict import OUT_OF_MEMORY, Outcome, Verdict
 
 LIMIT_S = 15.0  # the promise: within this time everything is gone
 
@@ -89,7 +89,7 @@ def test_own_error_outweighs_what_others_saw_of_it(records: list[Record]) -> Non
 @pytest.mark.process
 def test_killed_worker_is_named_with_its_last_action(records: list[Record]) -> None:
     outcome = run(launched.killed, records)
-    assert outcome.error == "rank 1 (stage 1, micro-batch 3, in 1F3) was killed by SIGKILL"
+    assert outcome.error == f"rank 1 (stage 1, micro-batch 3, in 1F3) was killed by SIGKILL ({OUT_OF_MEMORY})"
     assert outcome.exit_code == 1
 
 
@@ -294,7 +294,7 @@ def test_a_death_outweighs_what_others_saw() -> None:
     verdict = Verdict(2, 4)
     verdict.add_error(error(0, 1, own=False, peer=3))
     verdict.add_death(3, -signal.SIGKILL)
-    assert verdict.message() == "rank 3 (replica 1, pipeline rank 1) was killed by SIGKILL"
+    assert verdict.message() == f"rank 3 (replica 1, pipeline rank 1) was killed by SIGKILL ({OUT_OF_MEMORY})"
 
 
 def test_silence_names_the_end_of_the_chain_of_waits() -> None:

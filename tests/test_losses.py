@@ -410,7 +410,7 @@ def test_a_regression_has_no_accuracy() -> None:
         (nn.TripletMarginLoss(), "torch.nn.TripletMarginLoss does not compare .*CrossEntropyLoss.*returns \\(sum"),
         (nn.CrossEntropyLoss(reduction="none"), "reduction=none gives no scalar"),
         (nn.Linear(2, 2), "Linear has parameters; make them a layer of the model"),
-        (3, "model.loss is a int, which cannot be called"),
+        (3, "model.loss is an int, which cannot be called"),
         (
             {"_target_": "torch.nn.CrossEntropyLos"},
             "there is no CrossEntropyLos in torch.nn; did you mean CrossEntropyL",

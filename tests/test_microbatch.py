@@ -106,7 +106,7 @@ def test_take_gives_tensors_of_their_own() -> None:
 
 
 def test_take_names_what_it_cannot_split() -> None:
-    with pytest.raises(ValueError, match=r"holds a object at batch\[1\], which cannot be split"):
+    with pytest.raises(ValueError, match=r"holds an object at batch\[1\], which cannot be split"):
         take((torch.zeros(2), object()), 0, 1, 2)
     with pytest.raises(ValueError, match=r"of shape \(3, 2\): dim 0 differs"):
         take(torch.zeros(3, 2), 0, 1, 2)

@@ -68,7 +68,7 @@ def test_data_that_cannot_be_used(what: str) -> None:
         ("odd.a_list", "item 0 of data cannot be used: ValueError: a data set's item must be a pair"),
         ("odd.a_dict", "item 0 of data cannot be used: KeyError: 0"),
         ("odd.Stream", "data gives a Stream; a map-style data set is needed"),
-        ("builtins.object", "data gives a object; a map-style data set is needed"),
+        ("builtins.object", "data gives an object; a map-style data set is needed"),
     ],
 )
 def test_what_is_no_data_set(data: str, said: str) -> None:
@@ -135,7 +135,7 @@ def test_what_a_signal_raises_is_not_the_models() -> None:
 OPTIMIZERS = {
     "torch.optim.LBFGS": ["optimizer._target_=torch.optim.LBFGS", "its step() needs closure"],
     "torch.optim.SparseAdam": ["SparseAdam fails in its first step", "dense gradients"],
-    "odd.no_optimizer": ["odd.no_optimizer gives a int", "no torch.optim.Optimizer"],
+    "odd.no_optimizer": ["odd.no_optimizer gives an int", "no torch.optim.Optimizer"],
     "odd.Picky": ["matrices only", "odd.Picky"],
     "builtins.print": ["gives a NoneType"],
 }

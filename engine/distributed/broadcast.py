@@ -14,6 +14,7 @@ from engine.collectives.alike import require_alike
 from engine.collectives.tensors import own_mode
 from engine.distributed.nested import pack, unpack
 from engine.distributed.world import World, current
+from engine.errors import a_type
 
 Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -54,11 +55,11 @@ def named_pairs(argument: str, given: Any) -> list[tuple[str, Any]]:
     for item in items:
         if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
             raise ValueError(
-                f"{argument} holds a {type(item).__name__} where a pair of name and tensor is needed: "
+                f"{argument} holds {a_type(item)} where a pair of name and tensor is needed: "
                 "pass model.named_parameters() or model.state_dict().items()"
             )
         if not isinstance(item[1], Tensor):
-            raise ValueError(f"{argument}: {item[0]} is a {type(item[1]).__name__}, not a tensor; leave it out")
+            raise ValueError(f"{argument}: {item[0]} is {a_type(item[1])}, not a tensor; leave it out")
     return items
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.collectives.layout import dense_strides
+from engine.errors import a_type
 
 _LINE = 64
 
@@ -55,7 +56,7 @@ def _plain(value: Any, parts: list[bytes]) -> Any:
     if isinstance(value, list):
         return [_plain(item, parts) for item in value]
     raise ValueError(
-        f"a {type(value).__name__} cannot be sent: only tensors, numbers, texts, lists, tuples and dictionaries can"
+        f"{a_type(value)} cannot be sent: only tensors, numbers, texts, lists, tuples and dictionaries can"
     )
 
 

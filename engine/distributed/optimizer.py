@@ -29,6 +29,7 @@ from engine.collectives.watch import Watch
 from engine.distributed.broadcast import broadcast_optimizer_state, broadcast_parameters, named_pairs
 from engine.distributed.roll_call import RollCall
 from engine.distributed.world import World, current
+from engine.errors import a_type
 from engine.runtime.transport import PeerError
 
 BUCKET_BYTES = 25 * 2**20
@@ -63,9 +64,7 @@ def DistributedOptimizer(  # noqa: N802  # the name it has in Horovod
         kinds = ", ".join(f"Compression.{kind.name}" for kind in Compression)
         raise ValueError(f"compression={compression!r}: there is {kinds}")
     if isinstance(optimizer, _Steps):
-        raise ValueError(
-            f"this optimizer is a {type(optimizer).__name__} already: wrap torch's own optimizer, and once"
-        )
+        raise ValueError(f"this optimizer is {a_type(optimizer)} already: wrap torch's own optimizer, and once")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS decides by its loss how often it evaluates the closure, and every rank has a loss of its own: "

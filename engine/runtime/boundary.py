@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from engine.errors import printable
 from engine.job import MessageSpec, TensorSpec
 
 _MAGIC = 0x0050_4950_454C_494E
@@ -43,6 +44,41 @@ class Header(NamedTuple):
     acknowledged: int
 
 
+class Difference(NamedTuple):
+    """How an output differs from what its receiver expects, and what to do about it; each in one line."""
+
+    what: str
+    advice: str
+
+    def __str__(self) -> str:
+        return self.what
+
+
+_ADVICE = {
+    "structure": "The nesting must be the same in every step: return a fixed tuple or dictionary, and what is left out "
+    "as a tensor of zeros",
+    "constant": "Numbers, strings and None that cross a stage boundary must be the same in every step: hand on what "
+    "varies as a tensor",
+    "shape": "Shapes that vary between steps are not supported: pad the samples to one shape",
+    "dtype": "The dtype must be the same in every step: convert the layer's output to one",
+    "grad": "Whether an output requires grad must be the same in every step: freeze layers before training starts, and "
+    "detach an output always or never",
+}
+
+
+def _outline(value: Any) -> str:
+    """A nesting in one line: `(tensor, {'mask': tensor})`."""
+    if isinstance(value, Tensor | TensorSpec):
+        return "tensor"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_outline(part)}" for key, part in value.items()) + "}"
+    if type(value) is tuple:
+        return "(" + ", ".join(map(_outline, value)) + ("," if len(value) == 1 else "") + ")"
+    if type(value) is list:
+        return "[" + ", ".join(map(_outline, value)) + "]"
+    return printable(" ".join(repr(value).split()), 80) if _is_constant(value) else type(value).__name__
+
+
 def describe(value: Any) -> MessageSpec:
     """The spec of a nesting of (real or fake) tensors and constants."""
     template = pytree.tree_map(_leaf, value)
@@ -53,11 +89,16 @@ def _leaf(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         dtype = _NAMES[leaf.dtype]
         return TensorSpec(tuple(leaf.shape), tuple(leaf.stride()), dtype, leaf.requires_grad)
-    if leaf is None or isinstance(leaf, bool | int | float | str):
+    if _is_constant(leaf):
         return leaf
     raise ValueError(
-        f"a {type(leaf).__name__} crosses a stage boundary; tensors, numbers, strings, None and nestings of them can"
+        f"a value of type {type(leaf).__name__} crosses a stage boundary; tensors, numbers, strings, None and nestings "
+        "of them can"
     )
+
+
+def _is_constant(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, bool | int | float | str)
 
 
 def shapes(value: Any) -> str:
@@ -201,19 +242,19 @@ class Message:
         self.forward = Layout(spec.tensors)
         self.backward = Layout([t for t in spec.tensors if t.requires_grad])
 
-    def mismatch(self, value: Any) -> str | None:
+    def mismatch(self, value: Any) -> Difference | None:
         """How a nesting differs (structure, shape, dtype, grad, constants), or None. Strides may differ."""
         if self._single and isinstance(value, Tensor):
             if (value.shape, value.dtype, value.requires_grad) == self._first:
                 return None
-            difference = _difference(value, self.spec.leaves[0])
-            return difference and f"position 0: {difference}"
+            return _difference(value, self.spec.leaves[0])
         leaves, tree = pytree.tree_flatten(value)
         if tree != self.tree:
-            return f"structure {tree} instead of {self.tree}"
+            found, expected = _outline(value), _outline(self.spec.template)
+            return Difference(f"the structure {found} instead of {expected}", _ADVICE["structure"])
         for index, (leaf, want) in enumerate(zip(leaves, self.spec.leaves, strict=True)):
             if difference := _difference(leaf, want):
-                return f"position {index}: {difference}"
+                return Difference(f"position {index}: {difference.what}", difference.advice)
         return None
 
     def enter(self, tensors: Sequence[Tensor | None], anchor: Tensor) -> tuple[Any, list[Tensor | None]]:
@@ -238,16 +279,20 @@ class Message:
         return leaves[0] if self._single else pytree.tree_unflatten(leaves, self.tree), box
 
 
-def _difference(leaf: Any, want: Any) -> str | None:
+def _difference(leaf: Any, want: Any) -> Difference | None:
     if not isinstance(want, TensorSpec):
-        return None if _same_constant(leaf, want) else f"{leaf!r} instead of {want!r}"
+        if _same_constant(leaf, want):
+            return None
+        return Difference(f"{_outline(leaf)} instead of {_outline(want)}", _ADVICE["constant"])
+    expected = f"{list(want.shape)} {want.dtype}"
     if not isinstance(leaf, Tensor):
-        return f"{leaf!r} instead of a tensor {list(want.shape)} {want.dtype}"
+        return Difference(f"{_outline(leaf)} instead of a tensor {expected}", _ADVICE["structure"])
     dtype = _NAMES[leaf.dtype]
     if leaf.shape != want.shape or dtype != want.dtype:
-        return f"{list(leaf.shape)} {dtype} instead of {list(want.shape)} {want.dtype}"
+        advice = _ADVICE["dtype" if leaf.shape == want.shape else "shape"]
+        return Difference(f"{list(leaf.shape)} {dtype} instead of {expected}", advice)
     if leaf.requires_grad != want.requires_grad:
-        return f"requires_grad {leaf.requires_grad} instead of {want.requires_grad}"
+        return Difference(f"requires_grad {leaf.requires_grad} instead of {want.requires_grad}", _ADVICE["grad"])
     return None
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from engine.collectives import Collective, Group
 from engine.collectives.pieces import Piece
+from engine.errors import a_type
 from engine.job import Job
 from engine.runtime.connections import connections
 from engine.runtime.seeds import building
@@ -50,7 +51,7 @@ def model_layers(config: Mapping[str, Any]) -> list[tuple[str, Callable[[], nn.M
     layers = list(made) if isinstance(made, list | tuple) else []
     if not layers or not all(isinstance(x, tuple) and len(x) == 2 and callable(x[1]) for x in layers):
         raise ValueError(
-            f"model._target_ {config.get('_target_')} returned a {type(made).__name__}; "
+            f"model._target_ {config.get('_target_')} returned {a_type(made)}; "
             "it must return an nn.Sequential or a list of (dotted name, function that builds the layer)"
         )
     return layers

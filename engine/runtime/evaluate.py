@@ -20,6 +20,7 @@ from engine.runtime.executor import Executor
 from engine.runtime.losses import Loss
 from engine.runtime.microbatch import Batches, offsets, passes, sizes, take
 from engine.runtime.orders import Feed
+from engine.runtime.position import Place, locate
 from engine.runtime.source import dataset, loader, pair, to_device
 from engine.runtime.stage import Draw, Stage
 
@@ -67,12 +68,20 @@ class Evaluation:
         for index in range(self._batches.per_epoch):
             rows = sizes(self._batches.count(index), self._job.replicas)[self._replica]
             for piece in passes(rows, 1, self._job.settings.pipeline.microbatches, lambda m: m):
-                given, target = pair(next(data)) if self._first or self._last else (None, None)
+                given, target = self._load(data) if self._first or self._last else (None, None)
                 given = to_device(given, self._device, dtype) if self._first else None
                 target = to_device(target, self._device, dtype) if self._last else None
                 program = self._job.evaluations[len(piece)]
                 self._executor.run(program, self._feed(piece, given, target, tally))
         return tally
+
+    @staticmethod
+    def _load(data: Any) -> tuple[Any, Any]:
+        try:
+            return pair(next(data))
+        except Exception as error:
+            locate(error, Place(action="loading the samples of an evaluation"))
+            raise
 
     def _feed(self, piece: list[int], given: Any, target: Any, tally: dict[str, Any]) -> Feed:
         starts, total = offsets(piece), sum(piece)

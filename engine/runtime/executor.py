@@ -37,7 +37,7 @@ from engine.runtime.boundary import Layout, Message, tensors_of
 from engine.runtime.links import ONE_WAY, Links, Pending
 from engine.runtime.orders import Feed, Row, long_row_of, row_of
 from engine.runtime.overlap import Beside, LayerCall, Overlap, together
-from engine.runtime.position import Place, here, locate
+from engine.runtime.position import EVALUATING, Place, here, locate, named
 from engine.runtime.stage import Stage
 from engine.runtime.trace import Tracer
 
@@ -107,7 +107,7 @@ class Executor:
         """
         row = self._row(program)
         self._feed, self._halves, self._closing, self._placement = feed, row.halves, row.closing, row.placement
-        self._position = here()
+        self._position, self._phase = here(), 0 if feed.training else EVALUATING
         with torch.set_grad_enabled(feed.training):
             for unit in row.units:
                 if len(unit) == 1:
@@ -126,14 +126,14 @@ class Executor:
 
     def _act(self, action: Action) -> Any:
         """One action; the number of its span where it is a computation."""
-        self._position[0] = action.pack()
+        self._position[0] = action.pack() | self._phase
         try:
             if profiling():  # its own label costs more than the engine's own span
                 with record_function(str(action)):
                     return self._do[action.op](action.stage, action.microbatch)
             return self._do[action.op](action.stage, action.microbatch)
         except BaseException as error:
-            locate(error, Place(action.stage, action.microbatch, str(action)))
+            locate(error, Place(action.stage, action.microbatch, named(action, not self._feed.training)))
             raise
 
     def _pair(self, first: Action, second: Action) -> None:
@@ -252,8 +252,8 @@ class Executor:
         difference = self._message(stage, microbatch).mismatch(output)
         if difference:
             raise ValueError(
-                f"stage {stage} was found to send something else at start-up: {difference}. Shapes that vary between "
-                "steps are not supported: pad the samples to one shape"
+                f"layer {self.stages[stage].layers[-1].name!r}, the last of stage {stage}, hands on something "
+                f"else than in the trial at start-up: {difference.what}. {difference.advice}"
             )
         tensors: list[Tensor | None] = [t.detach() for t in tensors_of(output)]
         self._deliver(Op.SEND_F, stage, stage + 1, microbatch, tensors)

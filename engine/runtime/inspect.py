@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 
-from engine.errors import cause, refusing, said
+from engine.errors import a_type, cause, refusing, said
 from engine.job import Layer, MessageSpec
 from engine.runtime.boundary import Message, describe, shapes
 
@@ -196,7 +196,7 @@ def _built(name: str, factory: Callable[[], nn.Module]) -> nn.Module:
     with refusing(lambda error: f"layer {name!r} cannot be built: {said(error)}"):
         module = factory()
     if not isinstance(module, nn.Module):
-        raise ValueError(f"the factory of layer {name!r} returned a {type(module).__name__}, not an nn.Module")
+        raise ValueError(f"the factory of layer {name!r} returned {a_type(module)}, not an nn.Module")
     return module
 
 

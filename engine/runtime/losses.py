@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from engine.errors import a_type
 from engine.job import MessageSpec, TensorSpec
 from engine.targets import build_function, locate, name_of
 
@@ -98,7 +99,7 @@ def make_loss(loss: Mapping[str, Any] | Callable[..., Any], where: str = "model.
         kind = _OF_FUNCTION.get(function)
         made = kind(**_tensors(keywords)) if kind else made
     if not callable(made):
-        raise ValueError(f"{where} is a {type(made).__name__}, which cannot be called with (output, target)")
+        raise ValueError(f"{where} is {a_type(made)}, which cannot be called with (output, target)")
     for kind in _TORCH:
         if isinstance(made, kind) and type(made).forward is kind.forward:
             return TorchLoss(made, kind, where)

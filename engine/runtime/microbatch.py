@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.errors import a_type
 from engine.runtime.seeds import seed_for
 
 
@@ -110,7 +111,7 @@ def take(value: Any, start: int, rows: int, total: int, where: str = "") -> Any:
     if value is None or isinstance(value, int | float | str | bytes):
         return value
     raise ValueError(
-        f"a batch holds a {type(value).__name__}{_at(where)}, which cannot be split into micro-batches; "
+        f"a batch holds {a_type(value)}{_at(where)}, which cannot be split into micro-batches; "
         "allowed are tensors, lists, tuples, dictionaries, numbers, strings and None"
     )
 

@@ -1,7 +1,8 @@
 """Where each rank is in its program: on what it raises, and in memory that the parent can read after it was killed.
 
-A process that is killed cannot report where it was. So the executor writes the packed action (`Action.pack`) it begins
-into one int64 of its own; under `launch=processes` that integer lies in memory shared with the parent.
+A process that is killed cannot report where it was. So the executor writes the action it begins into one int64 of its
+own, packed, with a bit that tells evaluation from training; under `launch=processes` that integer lies in memory shared
+with the parent.
 
 An exception carries its place in its `__dict__`, which it has whatever its class is: one with a `__setattr__` of its
 own, or with attributes called `stage` or `action`, is located all the same.
@@ -16,12 +17,13 @@ from typing import NamedTuple
 from engine.plan.actions import Action
 
 NOWHERE = -1
+EVALUATING = 1 << 62  # added to a packed action
 _KEY = "engine.place"
 _own = threading.local()  # ranks may be threads of one process
 
 
 def here() -> MutableSequence[int] | memoryview:
-    """The calling rank's position as a sequence of one integer: `here()[0] = action.pack()`."""
+    """The calling rank's position as a sequence of one integer: `here()[0] = action.pack()`, + EVALUATING in one."""
     if not hasattr(_own, "cell"):
         _own.cell = [NOWHERE]
     return _own.cell
@@ -33,17 +35,25 @@ def use(cell: MutableSequence[int] | memoryview) -> None:
     _own.cell = cell
 
 
-def decode(code: int) -> Action | None:
-    """The action of a position, or None where the rank had not begun any."""
-    return None if code == NOWHERE else Action.unpack(code)
-
-
 class Place(NamedTuple):
     """Where an exception came from. What is not known is None."""
 
     stage: int | None = None
     microbatch: int | None = None
     action: str | None = None  # as it prints, or what the rank did besides its program
+
+
+def named(action: Action | str, evaluating: bool) -> str:
+    """An action in messages."""
+    return f"{action} of an evaluation" if evaluating else str(action)
+
+
+def decode(code: int) -> Place | None:
+    """The place that a position stands for, or None where the rank had not begun any action."""
+    if code == NOWHERE:
+        return None
+    action = Action.unpack(code & ~EVALUATING)
+    return Place(action.stage, action.microbatch, named(action, bool(code & EVALUATING)))
 
 
 def locate(error: BaseException, place: Place) -> None:

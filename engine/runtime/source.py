@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import count as natural
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
+from engine.errors import Interrupted, said
 from engine.runtime.microbatch import Batches
 from engine.runtime.seeds import loading, seed_for
 from engine.targets import build
@@ -34,6 +36,71 @@ def dataset(config: Mapping[str, Any], evaluation: bool) -> Dataset[Any] | None:
     return build(keywords | config["evaluation"], where="data.evaluation")
 
 
+class ItemError(RuntimeError):
+    """An item of a data set could not be loaded, or put into a batch; the message names it."""
+
+
+class _NamedItems(Dataset[Any]):
+    """A data set whose batches are handed on with their indices, so that whatever an item raises can name it."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __getitems__(self, indices: list[int]) -> tuple[list[int], list[Any]]:
+        if hasattr(self._data, "__getitems__"):  # a data set that loads a batch at once
+            with _naming(lambda error: f"items {_listed(indices)} cannot be loaded: {said(error)}"):
+                return indices, self._data.__getitems__(indices)
+        return indices, [self[index] for index in indices]
+
+    def __getitem__(self, index: int) -> Any:
+        with _naming(lambda error: f"item {index} cannot be loaded: {said(error)}"):
+            return self._data[index]
+
+
+def _collate(batch: tuple[list[int], list[Any]]) -> Any:
+    indices, items = batch
+    with _naming(lambda error: _no_batch(indices, items, error)):
+        return default_collate(items)
+
+
+def _no_batch(indices: list[int], items: list[Any], error: BaseException) -> str:
+    """Names two items that do not go together, if two alone do not."""
+    for index, item in zip(indices, items, strict=True):
+        try:
+            default_collate([items[0], item])
+        except Exception as inner:  # noqa: BLE001  # whatever it was, it is about these two
+            pair = f"item {index}" if index == indices[0] else f"items {indices[0]} and {index}"
+            return f"{pair} cannot be put into one batch: {said(inner)}"
+    return f"items {_listed(indices)} cannot be put into one batch: {said(error)}"
+
+
+def _listed(indices: list[int]) -> str:
+    return ", ".join(map(str, indices[:8])) + (", ..." if len(indices) > 8 else "")
+
+
+@contextmanager
+def _naming(say: Callable[[BaseException], str]) -> Iterator[None]:
+    """Around a user's data set: whatever it raises becomes an ItemError, but for the interruption of the run."""
+    try:
+        yield
+    except (Interrupted, ItemError):
+        raise
+    except BaseException as error:  # a SystemExit would end a loader's process without a word
+        raise ItemError(f"data: {say(error)}") from error
+
+
+def _unwrapped(found: Iterator[Any]) -> Iterator[Any]:
+    """The same; what a loader's process raised says what it was in a line, without that process's traceback."""
+    while True:
+        try:
+            batch = next(found, None)
+        except ItemError as error:
+            raise ItemError(str(error).rpartition(f"{ItemError.__name__}: ")[2].rstrip()) from error
+        if batch is None:
+            return
+        yield batch
+
+
 def loader(
     config: Mapping[str, Any], data: Dataset[Any], batches: Batches, replica: int, count: int, device: torch.device
 ) -> Iterator[Any]:
@@ -45,15 +112,16 @@ def loader(
     pin = config.get("pin_memory")
     found = iter(
         DataLoader(
-            data,
+            _NamedItems(data),
             batch_sampler=ShareSampler(batches, replica, count),
+            collate_fn=_collate,
             num_workers=workers,
             multiprocessing_context=_start_method() if workers else None,
             pin_memory=device.type == "cuda" if pin in (None, "auto") else bool(pin),
             generator=torch.Generator().manual_seed(seed_for(batches.seed, "loader", replica)),
         )
     )
-    return found if workers else _seeded(found, batches.seed, replica)
+    return _unwrapped(found) if workers else _seeded(found, batches.seed, replica)
 
 
 def _seeded(found: Iterator[Any], seed: int, replica: int) -> Iterator[Any]:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset, default_collate
 
-from engine.errors import cause, refusing, said
+from engine.errors import a_type, cause, refusing, said
 from engine.job import MessageSpec, TensorSpec
 from engine.runtime.boundary import shapes
 from engine.runtime.losses import Loss, stand_in
@@ -40,7 +40,7 @@ def length_of(data: Any, where: str) -> int:
     """Samples of a map-style data set; `where` is the section that gave it."""
     mapped = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     if not mapped or isinstance(data, type | IterableDataset):
-        what = f"the class {data.__name__} itself" if isinstance(data, type) else f"a {type(data).__name__}"
+        what = f"the class {data.__name__} itself" if isinstance(data, type) else a_type(data)
         raise ValueError(f"{where} gives {what}; a map-style data set is needed (__len__, __getitem__)")
     with refusing(lambda error: f"{where} gives a data set whose length cannot be told: {said(error)}"):
         length = len(data)
@@ -134,7 +134,7 @@ def _optimizer(config: Mapping[str, Any], parameters: list[nn.Parameter], steppi
     made = build(config, parameters, where="optimizer")
     label = f"optimizer._target_={config['_target_']}"
     if not isinstance(made, Optimizer):
-        raise ValueError(f"{label} gives a {type(made).__name__}, which is no torch.optim.Optimizer")
+        raise ValueError(f"{label} gives {a_type(made)}, which is no torch.optim.Optimizer")
     if needed := ", ".join(required(made.step)):
         raise ValueError(
             f"{label} cannot be used: its step() needs {needed} (the loss, computed again and again), which a pipeline "
@@ -163,7 +163,7 @@ def _try_scheduler(config: Mapping[str, Any], optimizer: Optimizer, steps: int) 
     made = build(config, optimizer, where="lr_scheduler")
     label = f"lr_scheduler._target_={config['_target_']}"
     if not callable(getattr(made, "step", None)):
-        raise ValueError(f"{label} gives a {type(made).__name__}, which is no scheduler: it has no step()")
+        raise ValueError(f"{label} gives {a_type(made)}, which is no scheduler: it has no step()")
     if needed := ", ".join(required(made.step)):
         raise ValueError(
             f"{label} cannot be used: its step() needs {needed}, but the engine takes one step of the schedule after "

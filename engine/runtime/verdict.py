@@ -12,9 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.plan.actions import Action
+from engine.runtime.position import Place
 
 Meta = Mapping[str, Any]
+# What a process cannot say of itself any more. Nobody else sends SIGKILL as often.
+OUT_OF_MEMORY = (
+    "the system's signal where memory runs out: smaller micro-batches, more ranks or fewer loader processes need less"
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Verdict:
     world: int
     errors: list[Meta] = field(default_factory=list)  # metas of `error` records
     deaths: dict[int, int] = field(default_factory=dict)  # rank -> exit code as multiprocessing gives it
-    positions: dict[int, Action] = field(default_factory=dict)  # rank -> what it was last seen doing
+    positions: dict[int, Place] = field(default_factory=dict)  # rank -> what it was last seen doing
     offsets: dict[int, int] = field(default_factory=dict)  # rank with another clock -> ns to rank 0's
 
     def add_clock(self, meta: Meta) -> None:
@@ -45,7 +49,7 @@ class Verdict:
     def add_error(self, meta: Meta) -> None:
         self.errors.append(meta)
 
-    def add_death(self, rank: int, exit_code: int, position: Action | None = None) -> None:
+    def add_death(self, rank: int, exit_code: int, position: Place | None = None) -> None:
         """A process ended that had reported neither its end nor an error."""
         self.deaths[rank] = exit_code
         if position is not None:
@@ -106,10 +110,7 @@ class Verdict:
         return int(meta["time_ns"]) + self.offsets.get(meta["rank"], 0)
 
     def _last_seen(self, rank: int) -> list[str]:
-        action = self.positions.get(rank)
-        if action is None:
-            return []
-        return _place({"stage": action.stage, "microbatch": action.microbatch, "action": str(action)})
+        return _place(self.positions.get(rank, Place())._asdict())
 
     def _who(self, rank: int, place: list[str]) -> str:
         if self.world > self.ranks:
@@ -131,6 +132,8 @@ def _place(meta: Meta) -> list[str]:
 def _ended(exit_code: int) -> str:
     if exit_code >= 0:
         return f"ended with exit status {exit_code} before the run was over"
+    if exit_code == -signal.SIGKILL:
+        return f"was killed by SIGKILL ({OUT_OF_MEMORY})"
     try:
         return f"was killed by {signal.Signals(-exit_code).name}"
     except ValueError:
