@@ -137,7 +137,7 @@ OPTIMIZERS = {
     "torch.optim.SparseAdam": ["SparseAdam fails in its first step", "dense gradients"],
     "odd.no_optimizer": ["odd.no_optimizer gives an int", "no torch.optim.Optimizer"],
     "odd.Picky": ["matrices only", "odd.Picky"],
-    "builtins.print": ["gives a NoneType"],
+    "builtins.print": ["gives None"],
 }
 
 
@@ -178,7 +178,7 @@ SCHEDULERS = {
     f"{RATES}.OneCycleLR": ({"max_lr": 0.1, "total_steps": 2}, ["total_steps=2 fails in step 3 of the run"]),
     "odd.NoScheduler": ({}, ["gives a NoScheduler", "no step()"]),
     "odd.NeedsMetric": ({}, ["its step() needs loss"]),
-    "builtins.print": ({}, ["gives a NoneType", "no step()"]),
+    "builtins.print": ({}, ["gives None", "no step()"]),
 }
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from engine.errors import printable
+from engine.errors import a_type, printable
 from engine.job import MessageSpec, TensorSpec
 
 _MAGIC = 0x0050_4950_454C_494E
@@ -92,8 +92,7 @@ def _leaf(leaf: Any) -> Any:
     if _is_constant(leaf):
         return leaf
     raise ValueError(
-        f"a value of type {type(leaf).__name__} crosses a stage boundary; tensors, numbers, strings, None and nestings "
-        "of them can"
+        f"{a_type(leaf)} crosses a stage boundary; tensors, numbers, strings, None and nestings of them can"
     )
 
 
