@@ -35,10 +35,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if config.getoption("--all") or any("::" in argument for argument in config.args):
         return
-    slow = [item for item in items if "slow" in item.keywords]
-    items[:] = [item for item in items if "slow" not in item.keywords]
+    slow = slow_ones(items)
+    items[:] = [item for item in items if item not in slow]
     config.stash[LEFT_OUT] = len(slow)
-    config.hook.pytest_deselected(items=slow)
+    config.hook.pytest_deselected(items=list(slow))
+
+
+def slow_ones(items: list[pytest.Item]) -> set[pytest.Item]:
+    """What is marked slow; of a test marked `slow(keep=n)` all cases but n, which are spread evenly over them."""
+    cases: dict[tuple[str, int], list[pytest.Item]] = {}
+    found: set[pytest.Item] = set()
+    for item in items:
+        mark = item.get_closest_marker("slow")
+        if mark is not None and mark.kwargs.get("keep"):
+            cases.setdefault((item.nodeid.partition("[")[0], mark.kwargs["keep"]), []).append(item)
+        elif mark is not None:
+            found.add(item)
+    for (_, keep), every in cases.items():
+        kept = {i * len(every) // keep for i in range(min(keep, len(every)))}
+        found |= {item for i, item in enumerate(every) if i not in kept}
+    return found
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -1,0 +1,48 @@
+"""Which tests the quick set leaves out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import slow_ones
+
+pytest_plugins = ["pytester"]
+
+TESTS = """
+import pytest
+
+def test_quick():
+    pass
+
+@pytest.mark.slow
+def test_slow():
+    pass
+
+@pytest.mark.slow(keep=2)
+@pytest.mark.parametrize("n", range(10))
+def test_many(n):
+    pass
+
+@pytest.mark.parametrize("n", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_one_of_them(n):
+    pass
+"""
+
+
+def test_slow_tests_are_left_out_but_for_some_cases_spread_evenly(pytester: pytest.Pytester) -> None:
+    items = pytester.getitems(TESTS)
+    left = {item.name for item in items} - {item.name for item in slow_ones(items)}
+    assert left == {"test_quick", "test_many[0]", "test_many[5]", "test_one_of_them[0]"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "passed"), [([], 4), (["--all"], 14), (["test_some.py::test_slow"], 1), (["-k", "many"], 2)]
+)
+def test_all_or_a_name_asks_for_them(pytester: pytest.Pytester, arguments: list[str], passed: int) -> None:
+    (pytester.path / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
+    (pytester.path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    gpu\n")
+    (pytester.path / "test_some.py").write_text(TESTS)
+    result = pytester.runpytest_subprocess("-q", *arguments)
+    result.assert_outcomes(passed=passed, deselected=14 - passed if "::" not in str(arguments) else 0)
+    assert ("scripts/test --all" in result.stdout.str()) == (passed in (4, 2))
