@@ -126,6 +126,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "C134": ("unordered containers", ["buckets: the_layout_is_the_same_in_every_process"]),
     "C135": ("sparse gradients", ["replicas: sparse_gradients_are_refused_before_anything_starts",
                                   "buckets: sparse_gradients_are_refused_by_name"]),
+    "C136": ("complex tables", ["complex: a_table_of_complex_numbers_keeps_its_imaginary_part",
+                                "complex: complex_parameters_train_as_in_one_process"]),
 }  # fmt: skip
 
 

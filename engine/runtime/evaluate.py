@@ -19,6 +19,7 @@ from engine.runtime.build import DTYPES, Wiring
 from engine.runtime.executor import Executor
 from engine.runtime.losses import Loss
 from engine.runtime.microbatch import Batches, offsets, passes, sizes, take
+from engine.runtime.modes import evaluating
 from engine.runtime.orders import Feed
 from engine.runtime.source import dataset, loader, pair, to_device
 from engine.runtime.stage import Draw, Stage
@@ -51,11 +52,8 @@ class Evaluation:
         if not self._job.eval_samples:
             return []
         own = self._borrow()
-        for stage in self._stages.values():
-            stage.train(False)
-        tally = self._tally()
-        for stage in self._stages.values():
-            stage.train(True)
+        with evaluating(layer.module for stage in self._stages.values() for layer in stage.layers):
+            tally = self._tally()
         self._restore(own)
         self._executor.links.limit(0)
         return [{"step": steps_done} | tally] if self._last else []
@@ -114,8 +112,8 @@ class Evaluation:
         for stage in sorted(self._stages):
             for _, buffer in self._stages[stage].named_buffers():
                 lends = self._replica == 0 and stage in self._own
-                flat = buffer.flatten().clone() if lends else torch.zeros_like(buffer).flatten()
-                self._wiring.reduction[stage].all_reduce(flat)
+                flat = (buffer if lends else torch.zeros_like(buffer)).flatten().clone()
+                self._wiring.reduction[stage].all_reduce(flat.view(torch.uint8))  # of any dtype, and to the bit
                 buffer.copy_(flat.view_as(buffer))
         return own
 

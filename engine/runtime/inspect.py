@@ -27,6 +27,8 @@ from torch.utils.data import default_collate
 from engine.errors import cause, refusing, said
 from engine.job import Layer, MessageSpec
 from engine.runtime.boundary import Message, describe, shapes
+from engine.runtime.dtypes import in_precision
+from engine.runtime.modes import begin_training, evaluating
 
 _TORCHS_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -89,6 +91,8 @@ class FakeModel:
             built = [_built(name, factory) for name, factory in made]
             _refuse_shared(self.names, built)
             self.modules = [_cast(module, dtype) for module in built]
+            for module in self.modules:
+                begin_training(module)
         if len(set(self.names)) != len(self.names):
             twice = sorted({n for n in self.names if self.names.count(n) > 1})
             raise ValueError(f"layer names must differ; given more than once: {', '.join(twice)}")
@@ -126,10 +130,10 @@ class FakeModel:
         """
         ends = {start - 1 for start in split[1:]} | {len(self.modules) - 1}
         specs = []
-        with quiet(), self._mode, torch.set_grad_enabled(training), self._autocast():
+        mode = nullcontext() if training else evaluating(self.modules)
+        with quiet(), self._mode, torch.set_grad_enabled(training), self._autocast(), mode:
             value = self._batch(sample[0], rows)
             for index, module in enumerate(self.modules):
-                module.train(training)
                 value = self._through(index, module, value, rows)
                 if index in ends:
                     specs.append(describe(value))
@@ -163,8 +167,7 @@ class FakeModel:
         def fake(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            dtype = self._dtype if leaf.is_floating_point() else leaf.dtype
-            return torch.empty(leaf.shape, dtype=dtype, device=self._device)
+            return torch.empty(leaf.shape, dtype=in_precision(leaf.dtype, self._dtype), device=self._device)
 
         return pytree.tree_map(fake, default_collate([sample] * rows))
 
@@ -197,15 +200,15 @@ def _built(name: str, factory: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """`module.to(dtype)`, which a fake module refuses: its floating parameters and buffers, shared ones stay so."""
+    """`dtypes.cast`, which a fake module refuses: parameters and buffers in place, shared ones stay so."""
     made: dict[Tensor, Tensor] = {}
     for part in module.modules():
         for table in (part._parameters, part._buffers):
             for name, tensor in table.items():
-                if tensor is None or not tensor.is_floating_point() or tensor.dtype == dtype:
+                if tensor is None or tensor.dtype == (wanted := in_precision(tensor.dtype, dtype)):
                     continue
                 if tensor not in made:
-                    moved = tensor.detach().to(dtype)
+                    moved = tensor.detach().to(wanted)
                     parameter = isinstance(tensor, nn.Parameter)
                     made[tensor] = nn.Parameter(moved, tensor.requires_grad) if parameter else moved
                 table[name] = made[tensor]  # type: ignore[assignment]

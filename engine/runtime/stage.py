@@ -93,10 +93,6 @@ class Stage:
     def _named(self, what: str) -> list[tuple[str, Any]]:
         return [(f"{layer.name}.{key}", value) for layer in self.layers for key, value in getattr(layer.module, what)()]
 
-    def train(self, mode: bool) -> None:
-        for layer in self.layers:
-            layer.module.train(mode)
-
     def run(self, value: Any, draw: Draw | None) -> Any:
         """The layers, one after another. `draw` is None in evaluation."""
         with self.autocast():
