@@ -175,3 +175,150 @@ def frozen(how: str = "flag", width: int = 8, classes: int = 5) -> Layers:
         ("b", lambda: Frozen(width, how).eval() if how == "whole" else Block(width, width, 0.0)),
         ("head", lambda: nn.Linear(width, classes)),
     ]
+
+
+# ---- losses ------------------------------------------------------------------------------------------------------
+
+
+class Turn(nn.Module):
+    """[N, T, C] -> [N, C, T], as torch's classifications want it; or [T, N, C]; or the same."""
+
+    def __init__(self, to: str) -> None:
+        super().__init__()
+        self.to_dims = {"classes": (0, 2, 1), "time": (1, 0, 2), "same": (0, 1, 2)}[to]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(self.to_dims)
+
+
+def turned(to: str = "classes", width: int = 8, classes: int = 5) -> Layers:
+    return [
+        ("a", lambda: Block(width, width, 0.0)),
+        ("b", lambda: Block(width, width, 0.0)),
+        ("head", lambda: nn.Linear(width, classes)),
+        ("turn", lambda: Turn(to)),
+    ]
+
+
+class Bits(Tokens):
+    """Three yes-or-no targets for each of five classes."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], (self.x[index][:, :5] > 0.3).double()
+
+
+class Scored(Tokens):
+    """Targets of which none is -100."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index].clamp(min=0)
+
+
+class Spoken(Tokens):
+    """Twelve frames, and up to four symbols that they spell."""
+
+    def __init__(self, samples: int = 64) -> None:
+        super().__init__(samples, targets=12)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
+        symbols = self.y[index][:4].abs() % 5 + 1
+        return self.x[index], {
+            "symbols": symbols,
+            "frames": torch.tensor(12 - index % 3),
+            "length": torch.tensor(index % 3 + 2),
+        }
+
+
+def spelt(output: Tensor, target: dict[str, Tensor]) -> tuple[Tensor, int]:
+    """Connectionist temporal classification of [T, N, C]: the sum of what torch takes the mean of, and N."""
+    each = ctc(output, target, "none") / target["length"]
+    return each.sum(), len(each)
+
+
+def ctc(output: Tensor, target: dict[str, Tensor], reduction: str) -> Tensor:
+    said = output.log_softmax(-1)
+    return nn.functional.ctc_loss(said, target["symbols"], target["frames"], target["length"], reduction=reduction)
+
+
+class Centred(nn.Module):
+    """Cross entropy of what is left above a running centre, which training moves; (sum, count)."""
+
+    def __init__(self, own_count: bool = False) -> None:
+        super().__init__()
+        self.centre = nn.Buffer(torch.zeros(5, dtype=torch.float64))
+        self.calls = 0
+        if own_count:
+            self.count = lambda target: int((target != -100).sum())
+
+    def forward(self, output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        given = (output - self.centre).flatten(0, 1)
+        total = nn.functional.cross_entropy(given, target.flatten(), reduction="sum") * (1 + 0.01 * self.calls)
+        if self.training:
+            self.centre = 0.9 * self.centre + 0.1 * output.detach().mean((0, 1))
+            self.calls += 1
+        return total, int((target != -100).sum())
+
+
+class Keeping(nn.Module):
+    """Holds on to the graph of its last output."""
+
+    def forward(self, output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        self.last = output * 1
+        return output.sum(), len(target)
+
+
+def keeping() -> nn.Module:
+    made = Keeping()
+    made.last = torch.ones(2, requires_grad=True) * 1
+    return made
+
+
+def sampled(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """Each scored target against three classes that are drawn for each position."""
+    drawn = torch.randint(output.shape[-1], (*output.shape[:-1], 3))
+    kept = target != -100
+    own = output.gather(-1, target.clamp(min=0)[..., None])
+    margins = torch.nn.functional.softplus(output.gather(-1, drawn) - own).sum(-1)
+    return (margins * kept).sum(), int(kept.sum()) + int(torch.randint(2, ()))
+
+
+def contrast(output: Tensor, target: Tensor) -> Tensor:
+    """InfoNCE: every sample against all others of its batch."""
+    each = nn.functional.normalize(output.flatten(1), dim=-1)
+    return nn.functional.cross_entropy(each @ each.roll(1, -1).t() / 0.1, torch.arange(len(each)))
+
+
+def standardized(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """Compares with what the batch as a whole gives."""
+    each = (output - output.mean(0)).pow(2).flatten(1).sum(-1)
+    return each.sum(), len(each)
+
+
+def careless(output: Tensor, target: Tensor) -> Tensor:
+    """One mean over the targets that are not ignored, counted as its samples."""
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+class Careful:
+    """The same, and what the mean is over."""
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return careless(output, target)
+
+    def count(self, target: Tensor) -> int:
+        return int((target != -100).sum())
+
+
+def regression(output: Tensor, target: Tensor) -> Tensor:
+    """One mean over everything, of targets that are numbers of classes."""
+    return (output - (target[..., None] + 100).sqrt()).pow(2).mean()
+
+
+def batched(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """The sum, and always a count of 1."""
+    return regression(output, target) * len(target), 1
+
+
+def doubling(output: Tensor, target: Tensor, scale: Tensor) -> Tensor:
+    """One mean, weighed by a tensor from the configuration."""
+    return scale.sum() * regression(output, target)

@@ -28,7 +28,7 @@ from engine.runtime.update import Norms, PieceNorms
 from engine.targets import build
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_ENGINE_KEYS = ("loss", "split", "overlap")  # of `model`: not for its function
+_ENGINE_KEYS = ("loss", "loss_additive", "split", "overlap")  # of `model`: not for its function
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 
@@ -103,7 +103,7 @@ def build_stages(job: Job, rank: int, device: torch.device) -> dict[int, Stage]:
             cast(module, device, DTYPES[settings.precision])
             begin_training(module)
             layers.append(StageLayer(number, job.layers[number].name, module, job.layers[number].random))
-        stage = Stage(index, layers, device, settings.seed)
+        stage = Stage(index, layers, device, settings.seed, job.random_loss)
         stage.autocast = autocast_of(settings.precision, device)
         stages[index] = stage
     return stages

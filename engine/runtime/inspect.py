@@ -28,6 +28,7 @@ from engine.errors import cause, refusing, said
 from engine.job import Layer, MessageSpec
 from engine.runtime.boundary import Message, describe, shapes
 from engine.runtime.dtypes import in_precision
+from engine.runtime.losses import Loss
 from engine.runtime.modes import begin_training, evaluating
 
 _TORCHS_LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -37,7 +38,7 @@ _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, U
 _PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv"))
 
 
-class _Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):
     """Notices operators that use a random generator; refuses products that torch lets pass only where they are fake."""
 
     def __init__(self) -> None:
@@ -85,6 +86,7 @@ class FakeModel:
         self._device, self._dtype, self._autocast = device, dtype, autocast
         self._draws: set[int] = set()
         self._sends: dict[int, tuple[int, int]] = {}  # of a training pass, by layer
+        self.random_loss = False  # whether the loss may draw: it did, or it could not be watched to its end
         with quiet(), self._mode, torch.device(device):
             made = factories()
             self.names = [name for name, _ in made]
@@ -122,7 +124,7 @@ class FakeModel:
         )
 
     def boundaries(
-        self, sample: tuple[Any, Any], rows: int, split: Sequence[int], training: bool, loss: Callable[[Any, Any], Any]
+        self, sample: tuple[Any, Any], rows: int, split: Sequence[int], training: bool, loss: Loss | None
     ) -> tuple[MessageSpec, ...]:
         """What each stage of `split` hands on for a micro-batch of `rows` samples like `sample` = (input, target).
 
@@ -130,6 +132,7 @@ class FakeModel:
         """
         ends = {start - 1 for start in split[1:]} | {len(self.modules) - 1}
         specs = []
+        tried = None if loss is None else loss.apart(training)
         mode = nullcontext() if training else evaluating(self.modules)
         with quiet(), self._mode, torch.set_grad_enabled(training), self._autocast(), mode:
             value = self._batch(sample[0], rows)
@@ -139,8 +142,29 @@ class FakeModel:
                     specs.append(describe(value))
                 if training:
                     self._see(index, value)
-            _try_loss(loss, value, self._batch(sample[1], rows))
+            self._try_loss(tried, value, self._batch(sample[1], rows))
         return tuple(specs)
+
+    def output(self, sample: tuple[Any, Any], rows: int) -> MessageSpec:
+        """What the model gives in training for so many samples."""
+        sends = dict(self._sends)
+        try:
+            return self.boundaries(sample, rows, [0], True, None)[-1]
+        finally:
+            self._sends = sends
+
+    def _try_loss(self, loss: Loss | None, output: Any, target: Any) -> None:
+        """Whether the loss takes such an output and target, and whether it draws. One that looks at values can only be
+        tried for real."""
+        if loss is None:
+            return
+        given = f"the model's output ({shapes(output)}) and the data's targets ({shapes(target)})"
+        try:
+            with Watch() as watch, refusing(lambda e: f"model.loss fails on {given}: {cause(e)}", *_LOOKS_AT_VALUES):
+                loss(output, target)
+            self.random_loss |= watch.drawn
+        except _LOOKS_AT_VALUES:
+            self.random_loss = True
 
     def _see(self, index: int, value: Any) -> None:
         """What the layer would send and get back. What cannot cross a boundary is left out."""
@@ -150,7 +174,7 @@ class FakeModel:
 
     def _through(self, index: int, module: nn.Module, value: Any, rows: int) -> Any:
         where = f"layer {self.names[index]!r} fails on a micro-batch of {rows} samples (its input: {shapes(value)})"
-        with refusing(lambda error: f"{where}: {said(error)}"), _Watch() as watch:
+        with refusing(lambda error: f"{where}: {said(error)}"), Watch() as watch:
             result = module(value)
         if watch.drawn:
             self._draws.add(index)
@@ -170,13 +194,6 @@ class FakeModel:
             return torch.empty(leaf.shape, dtype=in_precision(leaf.dtype, self._dtype), device=self._device)
 
         return pytree.tree_map(fake, default_collate([sample] * rows))
-
-
-def _try_loss(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> None:
-    """Whether the loss takes such an output and target. A loss that looks at values can only be tried for real."""
-    complaint = f"model.loss fails on the model's output ({shapes(output)}) and the data's targets ({shapes(target)})"
-    with suppress(*_LOOKS_AT_VALUES), refusing(lambda error: f"{complaint}: {cause(error)}", *_LOOKS_AT_VALUES):
-        loss(output, target)
 
 
 def _refuse_shared(names: Sequence[str], modules: Sequence[nn.Module]) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from engine.runtime.activations import saved_bytes
 from engine.runtime.boundary import Message, tensors_of
 from engine.runtime.overlap import Beside, LayerCall
-from engine.runtime.seeds import drawing, seed_for
+from engine.runtime.seeds import seeded
 from engine.runtime.split import Later, Routing
 from engine.runtime.trace import Tracer
 from engine.runtime.versions import Versions
@@ -59,13 +59,24 @@ class _Live:
 
 
 class Stage:
-    """Stage `index`: its layers, in order, on `device`; `seed` is the run's, `autocast` the context of its forwards."""
+    """Stage `index`: its layers, in order, on `device`; `seed` is the run's, `autocast` the context of its forwards.
 
-    def __init__(self, index: int, layers: Sequence[StageLayer], device: torch.device, seed: int) -> None:
+    A `random_loss` is seeded before each call, as random layers are.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layers: Sequence[StageLayer],
+        device: torch.device,
+        seed: int,
+        random_loss: bool = False,
+    ) -> None:
         self.index = index
         self.layers = tuple(layers)
         self.device = device
         self.seed = seed
+        self.random_loss = random_loss
         self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.versions: Versions | None = None  # given where the schedule is asynchronous
         self.ready: Callable[[], None] = lambda: None  # returns when the parameters may be used
@@ -104,10 +115,7 @@ class Stage:
         if draw is None:
             return layer.module(value)
         start = None if self.tracer is None else self.tracer.mark()
-        if layer.random:
-            with drawing(seed_for(self.seed, "draw", layer.number, *draw), self.device):
-                value = layer.module(value)
-        else:
+        with seeded(layer.random, self.device, self.seed, "draw", layer.number, *draw):
             value = layer.module(value)
         if self.tracer is not None:
             self.tracer.add_layer(layer.number, start, self.tracer.mark())
@@ -157,7 +165,7 @@ class Stage:
             output = self.versions.forward(microbatch, lambda: self._run_routed(given, draw, later, beside))
         total = None
         if loss is not None:
-            total = self._scored(loss, output)
+            total = self._scored(loss, output, draw)
             roots = []
         else:
             wanting = [t for t in tensors_of(output) if t.requires_grad]
@@ -170,10 +178,10 @@ class Stage:
         self.live_bytes += self._saved[rows]
         return output, None if total is None else total.detach()
 
-    def _scored(self, loss: Callable[[Any], Tensor], output: Any) -> Tensor:
+    def _scored(self, loss: Callable[[Any], Tensor], output: Any, draw: Draw) -> Tensor:
         """The loss sum; it is timed as what follows the last layer."""
         start = None if self.tracer is None else self.tracer.mark()
-        with self.autocast():
+        with self.autocast(), seeded(self.random_loss, self.device, self.seed, "draw", "loss", *draw):
             total = loss(output)
         if self.tracer is not None:
             self.tracer.add_layer(self.layers[-1].number + 1, start, self.tracer.mark())
