@@ -322,3 +322,66 @@ def batched(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
 def doubling(output: Tensor, target: Tensor, scale: Tensor) -> Tensor:
     """One mean, weighed by a tensor from the configuration."""
     return scale.sum() * regression(output, target)
+
+
+# ---- layers that change what they hold ---------------------------------------------------------------------------
+
+
+class Quantizer(nn.Module):
+    """Moves its codes and then measures distances to them; `how` it does that.
+
+    "buffer", "data" and "attribute" change them in place and use them; "copy" uses a copy, "replaced" makes new ones,
+    "weight" changes a parameter, "unused" uses only what it moved them by.
+    """
+
+    def __init__(self, width: int, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(width, width), how
+        codes = torch.eye(width) + 0.1
+        if how == "weight":
+            self.codes: Tensor = nn.Parameter(codes)
+        elif how == "attribute":
+            self.codes = codes.double()
+        else:
+            self.codes = nn.Buffer(codes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        if self.training:
+            with torch.no_grad():
+                target = x.detach().flatten(0, 1).mean(0).expand_as(self.codes)
+                if self.how == "replaced":
+                    self.codes = self.codes.lerp(target, 0.1)
+                else:
+                    (self.codes.data if self.how == "data" else self.codes).lerp_(target, 0.1)
+        if self.how == "unused":
+            return x.tanh()
+        codes = self.codes.clone() if self.how == "copy" else self.codes
+        return x + ((x[..., None, :] - codes) * codes).tanh().sum(-1)
+
+
+def quantized(how: str, width: int = 8, classes: int = 5) -> Layers:
+    return [
+        ("first", lambda: Quantizer(width, how)),
+        ("second", lambda: Quantizer(width, how)),
+        ("third", lambda: Quantizer(width, how)),
+        ("head", lambda: nn.Linear(width, classes)),
+    ]
+
+
+def bounded(width: int = 8, classes: int = 5) -> Layers:
+    """An embedding whose rows are rescaled when they are looked up."""
+    return [
+        ("words", lambda: nn.Embedding(7, width, max_norm=0.5)),
+        ("block", lambda: Block(width, width, 0.0)),
+        ("head", lambda: nn.Linear(width, classes)),
+    ]
+
+
+def quantized_last(width: int = 8, classes: int = 5) -> Layers:
+    return [
+        ("block", lambda: Block(width, width, 0.0)),
+        ("next", lambda: Block(width, width, 0.0)),
+        ("codes", lambda: Quantizer(width, "buffer")),
+        ("head", lambda: nn.Linear(width, classes)),
+    ]

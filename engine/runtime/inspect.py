@@ -2,7 +2,8 @@
 
 The whole model is built and run under torch's FakeTensorMode: shapes, dtypes, strides and which tensors require grad
 come out exactly (also under autocast, where the plain meta device is wrong), and no memory is touched. A layer that
-calls an operator which draws random numbers is marked: it will be seeded before every forward.
+calls an operator which draws random numbers is marked: it will be seeded before every forward. So is one that changes
+what it holds (`changes`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.utils.data import default_collate
 from engine.errors import cause, refusing, said
 from engine.job import Layer, MessageSpec
 from engine.runtime.boundary import Message, describe, shapes
+from engine.runtime.changes import Changes, Holdings, memory_of
 from engine.runtime.dtypes import in_precision
 from engine.runtime.losses import Loss
 from engine.runtime.modes import begin_training, evaluating
@@ -45,6 +47,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.drawn = False
         self.sparse = ""  # an operator that will give a parameter a sparse gradient
+        self.written: dict[int, Tensor] = {}  # by the memory that was written to
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -55,6 +58,11 @@ class Watch(TorchDispatchMode):
             self.drawn = True
         if torch.is_grad_enabled() and _given("sparse", func, args, kwargs) is True and args[0].requires_grad:
             self.sparse = str(func)
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in pytree.tree_leaves(args[index] if index < len(args) else kwargs.get(argument.name)):
+                    if isinstance(tensor, Tensor):
+                        self.written[memory_of(tensor)] = tensor
         return func(*args, **kwargs)
 
 
@@ -86,6 +94,7 @@ class FakeModel:
         self._device, self._dtype, self._autocast = device, dtype, autocast
         self._draws: set[int] = set()
         self._sends: dict[int, tuple[int, int]] = {}  # of a training pass, by layer
+        self.changes: dict[int, Changes] = {}  # by layer: what its forward in training changes
         self.random_loss = False  # whether the loss may draw: it did, or it could not be watched to its end
         with quiet(), self._mode, torch.device(device):
             made = factories()
@@ -174,8 +183,11 @@ class FakeModel:
 
     def _through(self, index: int, module: nn.Module, value: Any, rows: int) -> Any:
         where = f"layer {self.names[index]!r} fails on a micro-batch of {rows} samples (its input: {shapes(value)})"
-        with refusing(lambda error: f"{where}: {said(error)}"), Watch() as watch:
+        held = Holdings(module)
+        with refusing(lambda error: f"{where}: {said(error)}"), Watch() as watch, held.saving():
             result = module(value)
+        if torch.is_grad_enabled() and any(found := held.changes(watch.written)):
+            self.changes[index] = found
         if watch.drawn:
             self._draws.add(index)
         if watch.sparse:
