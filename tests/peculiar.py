@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from toys import Block, Layers, Tokens
+from toys import Again, Block, Layers, Tokens
 
 # ---- containers --------------------------------------------------------------------------------------------------
 
@@ -383,5 +384,37 @@ def quantized_last(width: int = 8, classes: int = 5) -> Layers:
         ("block", lambda: Block(width, width, 0.0)),
         ("next", lambda: Block(width, width, 0.0)),
         ("codes", lambda: Quantizer(width, "buffer")),
+        ("head", lambda: nn.Linear(width, classes)),
+    ]
+
+
+# ---- layers that are run again in their backward -----------------------------------------------------------------
+
+
+class Hesitant(nn.Module):
+    """Linear and dropout, and a moment before this in which other ranks' threads run."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear, self.ran = nn.Linear(width, width), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.ran += 1
+        time.sleep(1e-3)
+        y = nn.functional.dropout(self.linear(x).tanh(), 0.3)
+        time.sleep(1e-3)
+        return nn.functional.dropout(y, 0.3)
+
+
+def hesitant(reentrant: bool, layers: int = 8, width: int = 8, classes: int = 5) -> Layers:
+    again: Layers = [(f"again{i}", lambda: Again(Hesitant(width), reentrant)) for i in range(layers - 2)]
+    return [("first", lambda: Block(width, width, 0.0)), *again, ("head", lambda: nn.Linear(width, classes))]
+
+
+def synchronised(width: int = 8, classes: int = 5) -> Layers:
+    """BatchNorm over all replicas."""
+    return [
+        ("a", lambda: nn.Linear(width, width)),
+        ("norm", lambda: nn.Sequential(nn.Flatten(0, 1), nn.SyncBatchNorm(width), nn.Unflatten(0, (-1, 3)))),
         ("head", lambda: nn.Linear(width, classes)),
     ]

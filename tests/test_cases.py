@@ -143,6 +143,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
         "loss_options: a_batch_that_is_not_divided_is_the_whole"]),
     "C179": ("one call more", ["loss_state: a_state_is_moved_once_per_micro_batch_and_by_training_alone",
                                "loss_state: a_copy_changes_nothing_of_the_loss"]),
+    "C180": ("synchronised BatchNorm", [
+        "changes: synchronised_statistics_are_refused_where_there_is_something_to_synchronise"]),
 }  # fmt: skip
 
 

@@ -80,3 +80,20 @@ def test_the_last_stage_of_1f1b_has_one_micro_batch_in_flight() -> None:
 def test_running_statistics_are_allowed(schedule: str, replicas: int) -> None:
     model = {"_target_": "toys.normed", "loss": {"_target_": "toys.TokenLoss"}}
     assert prepare(settings(schedule, 2, 4, replicas, model=model), ".", ".")
+
+
+@pytest.mark.parametrize(("schedule", "replicas"), [("gpipe", 2), ("dualpipe", 1)])
+def test_synchronised_statistics_are_refused_where_there_is_something_to_synchronise(
+    schedule: str, replicas: int
+) -> None:
+    said = (
+        r"layer 'norm' holds a SyncBatchNorm \(1\), whose statistics are not yet taken over replicas .* use BatchNorm"
+    )
+    with pytest.raises(ValueError, match=said):
+        prepare(wanted("synchronised", schedule, 2, 4, replicas), ".", ".")
+
+
+def test_alone_they_are_plain_statistics() -> None:
+    run = wanted("synchronised", "1f1b")
+    ran, (state, losses) = run_threads(run), plain(run, microbatched=True)
+    assert ran.losses() == losses and equal(ran.state(), state)

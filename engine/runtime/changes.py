@@ -13,7 +13,7 @@ Two things cannot be right, and are refused before the start:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -54,7 +54,7 @@ class Holdings:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """A number for what the tensor lies in, alike for all that lies there; of its own where that is not one (sparse)."""
+    """A number for what the tensor lies in, alike for all that lies there; of its own where none is (sparse)."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError, ValueError):
@@ -89,6 +89,22 @@ def check_changes(
                 f"backward, before which schedule {compute.name} runs the forwards of other micro-batches: use a copy "
                 f"in the forward ({found.needed[0]}.clone()), or schedule=naive"
             )
+
+
+def check_synchronised(modules: Sequence[nn.Module], names: Sequence[str], compute: Program, replicas: int) -> None:
+    """Refuse BatchNorm over all replicas where there are more than one, or two copies of a stage: it looks for them in
+    a default process group, of which there is none, and would silently normalise over its own samples."""
+    if replicas * compute.placement.copies == 1:
+        return
+    for name, module in zip(names, modules, strict=True):
+        for at, part in module.named_modules():
+            if isinstance(part, nn.SyncBatchNorm):
+                where = f" ({at})" if at else ""
+                raise ValueError(
+                    f"layer {name!r} holds a SyncBatchNorm{where}, whose statistics are not yet taken over replicas "
+                    "or over the two copies of a stage: use BatchNorm, which normalises each micro-batch, or "
+                    "data_parallel.replicas=1 and a schedule that keeps one copy (gpipe, 1f1b)"
+                )
 
 
 def _most_in_flight(compute: Program, stage: int) -> int:

@@ -27,7 +27,7 @@ from engine.plan.schedules.forward_only import evaluation
 from engine.plan.verify import verify
 from engine.runtime.asynchronous_sgd import check_asynchronous_sgd
 from engine.runtime.build import DTYPES, autocast_of, model_layers
-from engine.runtime.changes import check_changes
+from engine.runtime.changes import check_changes, check_synchronised
 from engine.runtime.connections import check_open_files, connections
 from engine.runtime.delay import check_delay
 from engine.runtime.inspect import FakeModel
@@ -75,6 +75,7 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
             for mode, item in items.items()
             for rows in sorted({rows for piece in pieces[mode] for rows in piece})
         }
+        check_synchronised(model.modules, model.names, compute, settings.data_parallel.replicas)
         check_changes(model.changes, model.names, split, compute, settings.data_parallel.replicas)
         random_loss = _try_parts(settings, model, loss, lengths, items, boundaries)
         _check_additive(settings, model, loss, items["train"], data)

@@ -48,6 +48,16 @@ def drawing(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def drawing_again(draws: bool) -> Iterator[None]:
+    """Around a backward that runs layers again: if one `draws`, alone in this process, as when it drew before.
+
+    Whoever runs it again (torch.utils.checkpoint) sets the default generators to what they were, and back.
+    """
+    with _DRAWING if draws else nullcontext():
+        yield
+
+
 def seeded(draws: bool, device: torch.device, seed: int, *parts: int | str) -> AbstractContextManager[None]:
     """`drawing` from the seed of `parts`, around what draws; nothing around anything else."""
     return drawing(seed_for(seed, *parts), device) if draws else nullcontext()

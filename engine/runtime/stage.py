@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.runtime.activations import saved_bytes
+from engine.runtime.activations import recomputes, saved_bytes
 from engine.runtime.boundary import Message, tensors_of
 from engine.runtime.overlap import Beside, LayerCall
-from engine.runtime.seeds import seeded
+from engine.runtime.seeds import drawing_again, seeded
 from engine.runtime.split import Later, Routing
 from engine.runtime.trace import Tracer
 from engine.runtime.versions import Versions
@@ -87,6 +87,7 @@ class Stage:
         self._later: dict[int, tuple[Later, int]] = {}  # between I and W: what is left to do, and the bytes it holds
         self._saved: dict[int, int] = {}  # micro-batch size -> bytes that its forward leaves
         self._saved_by: dict[int, dict[int, int]] = {}  # the same by the number of the layer; beyond the last: the loss
+        self._draws_again = False  # a backward here runs layers again that draw
         self._reached: list[tuple[int, list[Any]]] | None = None  # layers and the nodes that end them, where wanted
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -192,6 +193,8 @@ class Stage:
         weights: list[Tensor] = [p for layer in self.layers for p in layer.module.parameters()]
         read = [] if self.versions is None else self.versions.tensors(microbatch)
         found = saved_bytes([nodes for _, nodes in parts], weights + read)
+        if any(layer.random for layer in self.layers):
+            self._draws_again |= recomputes(node for _, ends in parts for node in ends)
         by_layer = self._saved_by.setdefault(rows, {})
         for (number, _), nbytes in zip(parts, found, strict=True):
             by_layer[number] = by_layer.get(number, 0) + nbytes
@@ -208,10 +211,11 @@ class Stage:
         self.live_bytes -= live.nbytes
         assert live.later is None, "a micro-batch whose backward comes in halves"
         start = _start(live, gradients, count)
-        if self.versions is None:
-            torch.autograd.backward(*start)
-        else:
-            self.versions.backward(microbatch, lambda: torch.autograd.backward(*start))
+        with drawing_again(self._draws_again):
+            if self.versions is None:
+                torch.autograd.backward(*start)
+            else:
+                self.versions.backward(microbatch, lambda: torch.autograd.backward(*start))
         return live.box
 
     def backward_input(
@@ -221,7 +225,8 @@ class Stage:
         live = self._live.pop(microbatch)
         self.live_bytes -= live.nbytes
         assert live.later is not None, "a micro-batch whose backward comes whole"
-        live.later.backward(*_start(live, gradients, count))
+        with drawing_again(self._draws_again):
+            live.later.backward(*_start(live, gradients, count))
         self._later[microbatch] = live.later, live.later.nbytes
         self.live_bytes += live.later.nbytes
         return live.box
