@@ -54,7 +54,8 @@ class Evaluation:
         if not self._job.eval_samples:
             return []
         own = self._borrow()
-        self._scoring = self._loss.apart(training=False)
+        if self._last:
+            self._scoring = self._loss.apart(training=False)
         with evaluating(layer.module for stage in self._stages.values() for layer in stage.layers):
             tally = self._tally()
         self._restore(own)
