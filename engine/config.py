@@ -196,6 +196,7 @@ def check(settings: Settings) -> None:
         _check_asynchronous(settings)
     for group in ("partition", "model"):
         _check_split(f"{group}.split", get(settings, group).get("split"))
+    _scalar(bool, settings.model.get("loss_additive", True), "model.loss_additive")
     _check_loader(settings.data)
     _check_delay(settings)
     if settings.mode == "train":

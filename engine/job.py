@@ -67,6 +67,7 @@ class Job:
     boundaries: dict[tuple[str, int], tuple[MessageSpec, ...]] = field(default_factory=dict)
     windows: tuple[int, ...] = ()  # of an asynchronous schedule: how many updates lie between its drains
     streams: dict[tuple[int, ...], Program] = field(default_factory=dict)  # micro-batches of updates -> lowered program
+    random_loss: bool = False  # the loss may draw random numbers: it is seeded before each call
     start_dir: str = "."
     run_dir: str = "."
 

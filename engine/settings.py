@@ -89,7 +89,7 @@ class Settings:
     recompute: str = "none"
     shard_optimizer: bool = False  # each replica updates a part of the parameters and keeps the state of that part only
     schedule: dict[str, Any] = field(default_factory=dict)  # name, chunks, options of the schedule
-    model: dict[str, Any] = field(default_factory=dict)  # _target_, its keywords, loss: {_target_: ...}, split
+    model: dict[str, Any] = field(default_factory=dict)  # _target_ and keywords, loss: {_target_}, loss_additive, split
     partition: dict[str, Any] = field(default_factory=dict)  # name: model | manual | uniform | parameters | time; split
     data: dict[str, Any] = field(default_factory=dict)  # _target_, keywords, workers, pin_memory, shuffle, evaluation
     optimizer: dict[str, Any] = field(default_factory=dict)

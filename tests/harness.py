@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from engine.job import Job
 from engine.records import Record, decode
 from engine.runtime.build import DTYPES, build_optimizer, model_layers
+from engine.runtime.dtypes import cast, in_precision
 from engine.runtime.losses import make_loss
 from engine.runtime.microbatch import Batches, passes, sizes
 from engine.runtime.prepare import prepare
@@ -123,7 +124,7 @@ def plain(wanted: Settings, microbatched: bool) -> tuple[dict[str, Tensor], list
     layers: list[nn.Module] = []
     for index in range(len(job.layers)):
         with building(wanted.seed, index):
-            layers.append(model_layers(wanted.model)[index][1]().to(dtype))
+            layers.append(cast(model_layers(wanted.model)[index][1](), torch.device("cpu"), dtype))
     parameters = [p for layer in layers for p in layer.parameters()]
     optimizer, _ = build_optimizer(job, parameters)
     loss = make_loss(wanted.model["loss"])
@@ -131,7 +132,8 @@ def plain(wanted: Settings, microbatched: bool) -> tuple[dict[str, Tensor], list
     batches = Batches(job.train_samples, wanted.train.global_batch_size, 1, wanted.seed, True)
     logged = []
     for step, indices in enumerate(batches.shares(0, batches.steps(wanted.train.steps, wanted.train.epochs))):
-        x = torch.stack([data[i][0] for i in indices]).to(dtype)
+        x = torch.stack([data[i][0] for i in indices])
+        x = x.to(in_precision(x.dtype, dtype))
         y = torch.stack([data[i][1] for i in indices])
         total = loss.count(y, None)
         sums = []

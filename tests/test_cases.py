@@ -126,6 +126,25 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "C134": ("unordered containers", ["buckets: the_layout_is_the_same_in_every_process"]),
     "C135": ("sparse gradients", ["replicas: sparse_gradients_are_refused_before_anything_starts",
                                   "buckets: sparse_gradients_are_refused_by_name"]),
+    "C136": ("complex tables", ["complex: a_table_of_complex_numbers_keeps_its_imaginary_part",
+                                "complex: complex_parameters_train_as_in_one_process"]),
+    "C138": ("weights that a forward changes", ["changes: an_embedding_with_a_largest_norm_equals_one_process",
+                                                "changes: copies_of_a_parameter_that_changes_are_refused"]),
+    "C140": ("buffers changed and used", ["changes: a_change_of_what_an_earlier_backward_needs_is_refused",
+                                          "changes: it_may_be_changed_where_no_backward_is_left_to_come",
+                                          "changes: a_copy_may_be_used"]),
+    "C154": ("class weights", ["loss_options: weights_in_a_list_are_torchs_own_over_the_whole_batch"]),
+    "C156": ("time first", ["loss_options: outputs_with_time_first_train_as_torchs_mean"]),
+    "C157": ("losses that draw", ["loss_state: what_a_loss_draws_follows_from_the_seed_alone",
+                                  "loss_state: draws_differ_from_step_to_step_and_replica_to_replica"]),
+    "C158": ("losses with a state", ["loss_state: a_state_is_moved_once_per_micro_batch_and_by_training_alone"]),
+    "C159": ("losses of a whole batch", [
+        "loss_options: a_loss_that_does_not_add_up_is_refused_where_the_batch_is_divided",
+        "loss_options: a_batch_that_is_not_divided_is_the_whole"]),
+    "C179": ("one call more", ["loss_state: a_state_is_moved_once_per_micro_batch_and_by_training_alone",
+                               "loss_state: a_copy_changes_nothing_of_the_loss"]),
+    "C180": ("synchronised BatchNorm", [
+        "changes: synchronised_statistics_are_refused_where_there_is_something_to_synchronise"]),
 }  # fmt: skip
 
 

@@ -299,9 +299,9 @@ class Again(nn.Module):
         return self.block.state_dict(*args, **kwargs)
 
 
-def checkpointed(width: int = 8, classes: int = 5, reentrant: bool = False) -> Layers:
+def checkpointed(width: int = 8, classes: int = 5, reentrant: bool = False, p: float = 0.0) -> Layers:
     """`mlp4`, its blocks recomputed; a reentrant checkpoint wants an input with a gradient, which the first lacks."""
-    first, *blocks, head = mlp4(width, classes)
+    first, *blocks, head = mlp4(width, classes, p)
     return [first, *((name, lambda make=make: Again(make(), reentrant)) for name, make in blocks), head]
 
 

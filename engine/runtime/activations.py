@@ -1,7 +1,8 @@
 """How many bytes a forward leaves behind for its backward.
 
 Counted by reading the finished graph: every tensor that a node saved, once per storage, parameters left out. Nothing
-is hooked, so the measured run computes exactly what any other run computes. Done once per stage and micro-batch size,
+is hooked, so the measured run computes exactly what any other run computes; and no hook is called, so a layer that is
+to be run again in its backward (torch.utils.checkpoint) is not run for this. Done once per stage and micro-batch size,
 layer by layer: what a layer and one before it both keep is the earlier one's.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from engine.runtime.graph import nodes
 
@@ -45,13 +47,29 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
     return total
 
 
+def recomputes(ends: Iterable[Any]) -> bool:
+    """Whether the backward behind `ends` may run layers again: what was saved is handed out by a hook, as
+    torch.utils.checkpoint does, or a node is a function of someone's own, as its other form is."""
+    return any(_is_foreign(node) or any(saved.unpack_hook for saved in _raw(node)) for node in nodes(ends))
+
+
+def _is_foreign(node: Any) -> bool:
+    own = getattr(type(node), "_forward_cls", None)
+    return own is not None and not own.__module__.startswith("engine.")
+
+
 def _saved(node: Any) -> Iterator[Tensor]:
-    names = [name for name in dir(node) if name.startswith("_saved_") or name == "saved_tensors"]
-    for name in names:
-        try:
+    """What a node holds. Hooks that would make a tensor anew are not called: what they hold to do so is counted."""
+    for saved in _raw(node):
+        held = [saved.data]
+        for cell in getattr(saved.unpack_hook, "__closure__", None) or ():  # torch.utils.checkpoint keeps its inputs:
+            held += (getattr(each, "data", None) for each in getattr(cell.cell_contents, "saved_args", ()))
+            held += getattr(getattr(cell.cell_contents, "input_saver", None), "saved_tensors", ())  # before torch 2.13
+        yield from (leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor))
+
+
+def _raw(node: Any) -> Iterator[Any]:
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
             value = getattr(node, name)
-        except RuntimeError:  # what was saved has been changed in place: the backward will say so where it matters
-            continue
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, Tensor):
-                yield item
+            yield from value if isinstance(value, tuple | list) else (value,)

@@ -20,13 +20,16 @@ from engine.collectives.pieces import Piece
 from engine.errors import a_type
 from engine.job import Job
 from engine.runtime.connections import connections
+from engine.runtime.dtypes import cast
+from engine.runtime.modes import begin_training
 from engine.runtime.seeds import building
 from engine.runtime.stage import Stage, StageLayer
 from engine.runtime.transport import Transport
 from engine.runtime.update import Norms, PieceNorms
 from engine.targets import build
 
-_ENGINE_KEYS = ("loss", "split", "overlap")  # of `model`: not for its function
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_ENGINE_KEYS = ("loss", "loss_additive", "split", "overlap")  # of `model`: not for its function
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 
@@ -41,11 +44,18 @@ def device_of(job: Job, rank: int) -> torch.device:
 def model_layers(config: Mapping[str, Any]) -> list[tuple[str, Callable[[], nn.Module]]]:
     """The ordered layers that `model._target_` describes: (dotted name, factory).
 
-    An `nn.Sequential` is taken apart into its children. ValueError for anything else.
+    An `nn.Sequential` is taken apart into its children, where running these one after another is all that it does.
+    ValueError for anything else.
     """
     keywords = {key: value for key, value in config.items() if key not in _ENGINE_KEYS}
     made = build(keywords, where="model")
     if isinstance(made, nn.Sequential):
+        if more := _beyond_children(made):
+            raise ValueError(
+                f"model._target_ {config.get('_target_')} returned a {type(made).__name__} with {more}, which is lost "
+                "where its children run on different ranks: return a list of (dotted name, function that builds the "
+                "layer) instead, with that inside a layer"
+            )
         # Not named_children(), which leaves out the second use of a module.
         return [(name, lambda child=child: child) for name, child in made._modules.items()]  # type: ignore[misc]
     layers = list(made) if isinstance(made, list | tuple) else []
@@ -55,6 +65,21 @@ def model_layers(config: Mapping[str, Any]) -> list[tuple[str, Callable[[], nn.M
             "it must return an nn.Sequential or a list of (dotted name, function that builds the layer)"
         )
     return layers
+
+
+def _beyond_children(made: nn.Sequential) -> str:
+    """What a container does besides running its children one after another, in words; empty where nothing."""
+    kind = type(made)
+    for name, own in (("forward", nn.Sequential), ("__iter__", nn.Sequential), ("__call__", nn.Module)):
+        if name in vars(made) or getattr(kind, name) is not getattr(own, name):
+            return f"a {name} of its own"
+    if any(getattr(made, hooks) for hooks in _HOOKS):
+        return "hooks on it"
+    if torch.nn.modules.module._has_any_global_hook():
+        return "hooks that were registered for all modules"
+    if made._parameters or made._buffers:
+        return f"tensors of its own ({', '.join([*made._parameters, *made._buffers])})"
+    return ""
 
 
 def autocast_of(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
@@ -76,9 +101,10 @@ def build_stages(job: Job, rank: int, device: torch.device) -> dict[int, Stage]:
         for number in range(job.split[index], ends[index]):
             with building(settings.seed, number):
                 module = factories[number][1]()
-            module.to(device=device, dtype=DTYPES[settings.precision])
+            cast(module, device, DTYPES[settings.precision])
+            begin_training(module)
             layers.append(StageLayer(number, job.layers[number].name, module, job.layers[number].random))
-        stage = Stage(index, layers, device, settings.seed)
+        stage = Stage(index, layers, device, settings.seed, job.random_loss)
         stage.autocast = autocast_of(settings.precision, device)
         stages[index] = stage
     return stages

@@ -1,9 +1,9 @@
 """Evaluation: the held-out samples through the same pipeline, forward only, with exact counts.
 
-Training is untouched by it: no gradient, no random number, no statistic of the training changes. Where there are
-replicas each takes its share; those other than the first borrow the first one's buffers (BatchNorm's running
-statistics differ between replicas) and get their own back. Of two copies of a stage the first evaluates, with its own
-buffers: the weights are the same, and the statistics differ as between replicas.
+Training is untouched by it: no gradient, no random number, no statistic of the training changes, nor anything that the
+loss keeps: a copy of it is asked. Where there are replicas each takes its share; those other than the first borrow the
+first one's buffers (BatchNorm's running statistics differ between replicas) and get their own back. Of two copies of a
+stage the first evaluates, with its own buffers: the weights are the same, the statistics differ as between replicas.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from engine.runtime.build import DTYPES, Wiring
 from engine.runtime.executor import Executor
 from engine.runtime.losses import Loss
 from engine.runtime.microbatch import Batches, offsets, passes, sizes, take
+from engine.runtime.modes import evaluating
 from engine.runtime.orders import Feed
 from engine.runtime.position import Place, locate
+from engine.runtime.seeds import seeded
 from engine.runtime.source import dataset, loader, pair, to_device
 from engine.runtime.stage import Draw, Stage
 
@@ -46,17 +48,17 @@ class Evaluation:
         self._own = job.placement.first_copies(pipeline_rank)
         self._first, self._last = 0 in self._own, job.placement.stages - 1 in self._own
         self._data: Any = None
+        self._scoring = loss  # of one evaluation: a copy
 
     def run(self, steps_done: int) -> list[dict[str, Any]]:
         """Evaluate; on the last stage's rank a list of one record (see `engine.records`), else an empty one."""
         if not self._job.eval_samples:
             return []
         own = self._borrow()
-        for stage in self._stages.values():
-            stage.train(False)
-        tally = self._tally()
-        for stage in self._stages.values():
-            stage.train(True)
+        if self._last:
+            self._scoring = self._loss.apart(training=False)
+        with evaluating(layer.module for stage in self._stages.values() for layer in stage.layers):
+            tally = self._tally()
         self._restore(own)
         self._executor.links.limit(0)
         return [{"step": steps_done} | tally] if self._last else []
@@ -72,7 +74,7 @@ class Evaluation:
                 given = to_device(given, self._device, dtype) if self._first else None
                 target = to_device(target, self._device, dtype) if self._last else None
                 program = self._job.evaluations[len(piece)]
-                self._executor.run(program, self._feed(piece, given, target, tally))
+                self._executor.run(program, self._feed(index, piece, given, target, tally))
         return tally
 
     @staticmethod
@@ -83,14 +85,17 @@ class Evaluation:
             locate(error, Place(action="loading the samples of an evaluation"))
             raise
 
-    def _feed(self, piece: list[int], given: Any, target: Any, tally: dict[str, Any]) -> Feed:
-        starts, total = offsets(piece), sum(piece)
+    def _feed(self, batch: int, piece: list[int], given: Any, target: Any, tally: dict[str, Any]) -> Feed:
+        starts, total, loss = offsets(piece), sum(piece), self._scoring
+        draws = self._job.random_loss, self._device, self._job.settings.seed, "scoring", batch
 
         def evaluated(output: Any, expected: Any, microbatch: int) -> None:
             tally["samples"] += piece[microbatch]
-            tally["loss_sum"] += float(self._loss(output, expected))
-            tally["loss_count"] += self._loss.count(expected, self._job.boundaries["eval", piece[microbatch]][-1])
-            scored = self._loss.scored(output, expected)
+            with seeded(*draws, microbatch, self._replica):
+                tally["loss_sum"] += float(loss(output, expected))
+            with seeded(*draws, microbatch, self._replica):
+                tally["loss_count"] += loss.count(expected, self._job.boundaries["eval", piece[microbatch]][-1])
+            scored = loss.scored(output, expected)
             if scored is None:
                 tally["correct"] = tally["scored"] = None
             else:
@@ -102,7 +107,7 @@ class Evaluation:
             input=lambda m: take(given, starts[m], piece[m], total),
             target=lambda m: take(target, starts[m], piece[m], total),
             draw=lambda m: Draw(0, m, self._replica),
-            loss=self._loss,
+            loss=loss,
             count=lambda m: 0.0,
             evaluated=evaluated,
         )
@@ -123,8 +128,8 @@ class Evaluation:
         for stage in sorted(self._stages):
             for _, buffer in self._stages[stage].named_buffers():
                 lends = self._replica == 0 and stage in self._own
-                flat = buffer.flatten().clone() if lends else torch.zeros_like(buffer).flatten()
-                self._wiring.reduction[stage].all_reduce(flat)
+                flat = (buffer if lends else torch.zeros_like(buffer)).flatten().clone()
+                self._wiring.reduction[stage].all_reduce(flat.view(torch.uint8))  # of any dtype, and to the bit
                 buffer.copy_(flat.view_as(buffer))
         return own
 

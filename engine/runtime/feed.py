@@ -20,6 +20,7 @@ from engine.runtime.losses import Loss
 from engine.runtime.microbatch import Batches, offsets, passes, sizes, take
 from engine.runtime.orders import Feed
 from engine.runtime.position import Place, locate
+from engine.runtime.seeds import seeded
 from engine.runtime.source import dataset, loader, pair, to_device
 from engine.runtime.stage import Draw
 from engine.runtime.trace import Tracer
@@ -136,17 +137,22 @@ class Shares:
             locate(error, Place(action=f"loading the samples of step {step}"))
             raise
 
-    def counted(self, share: Share, loss: Loss) -> float:
-        """What those micro-batches of a share count whose loss is computed here; 0 on ranks that compute none."""
+    def counted(self, step: int, share: Share, loss: Loss) -> float:
+        """What those micro-batches of a step's share count whose loss is computed here; 0 on ranks that compute none.
+
+        A loss that draws does it as in training, because what it counts may depend on that.
+        """
         if not self._last:
             return 0.0
-        total, row, last = 0.0, 0, self._job.placement.stages - 1
+        total, row, last, number = 0.0, 0, self._job.placement.stages - 1, 0
+        draws = self._job.random_loss, self._device, self._job.settings.seed, "draw", "loss", step
         for piece in share.pieces:
             placement = self._job.steps[len(piece)].placement if self._job.steps else self._job.placement
             for microbatch, rows in enumerate(piece):
                 if placement.rank(last, microbatch) == self._rank:
-                    total += loss.count(share.target_of(row, rows), self._job.boundaries["train", rows][-1])
-                row += rows
+                    with seeded(*draws, number, self._replica):
+                        total += loss.count(share.target_of(row, rows), self._job.boundaries["train", rows][-1])
+                row, number = row + rows, number + 1
         return total
 
 

@@ -2,7 +2,8 @@
 
 The whole model is built and run under torch's FakeTensorMode: shapes, dtypes, strides and which tensors require grad
 come out exactly (also under autocast, where the plain meta device is wrong), and no memory is touched. A layer that
-calls an operator which draws random numbers is marked: it will be seeded before every forward.
+calls an operator which draws random numbers is marked: it will be seeded before every forward. So is one that changes
+what it holds (`changes`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from torch.utils.data import default_collate
 from engine.errors import a_type, cause, refusing, said
 from engine.job import Layer, MessageSpec
 from engine.runtime.boundary import Message, describe, shapes
+from engine.runtime.changes import Changes, Holdings, memory_of
+from engine.runtime.dtypes import in_precision
+from engine.runtime.losses import Loss
+from engine.runtime.modes import begin_training, evaluating
 
 _TORCHS_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -35,13 +40,14 @@ _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, U
 _PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv"))
 
 
-class _Watch(TorchDispatchMode):
+class Watch(TorchDispatchMode):
     """Notices operators that use a random generator; refuses products that torch lets pass only where they are fake."""
 
     def __init__(self) -> None:
         super().__init__()
         self.drawn = False
         self.sparse = ""  # an operator that will give a parameter a sparse gradient
+        self.written: dict[int, Tensor] = {}  # by the memory that was written to
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -52,6 +58,11 @@ class _Watch(TorchDispatchMode):
             self.drawn = True
         if torch.is_grad_enabled() and _given("sparse", func, args, kwargs) is True and args[0].requires_grad:
             self.sparse = str(func)
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in pytree.tree_leaves(args[index] if index < len(args) else kwargs.get(argument.name)):
+                    if isinstance(tensor, Tensor):
+                        self.written[memory_of(tensor)] = tensor
         return func(*args, **kwargs)
 
 
@@ -83,12 +94,16 @@ class FakeModel:
         self._device, self._dtype, self._autocast = device, dtype, autocast
         self._draws: set[int] = set()
         self._sends: dict[int, tuple[int, int]] = {}  # of a training pass, by layer
+        self.changes: dict[int, Changes] = {}  # by layer: what its forward in training changes
+        self.random_loss = False  # whether the loss may draw: it did, or it could not be watched to its end
         with quiet(), self._mode, torch.device(device):
             made = factories()
             self.names = [name for name, _ in made]
             built = [_built(name, factory) for name, factory in made]
             _refuse_shared(self.names, built)
             self.modules = [_cast(module, dtype) for module in built]
+            for module in self.modules:
+                begin_training(module)
         if len(set(self.names)) != len(self.names):
             twice = sorted({n for n in self.names if self.names.count(n) > 1})
             raise ValueError(f"layer names must differ; given more than once: {', '.join(twice)}")
@@ -118,7 +133,7 @@ class FakeModel:
         )
 
     def boundaries(
-        self, sample: tuple[Any, Any], rows: int, split: Sequence[int], training: bool, loss: Callable[[Any, Any], Any]
+        self, sample: tuple[Any, Any], rows: int, split: Sequence[int], training: bool, loss: Loss | None
     ) -> tuple[MessageSpec, ...]:
         """What each stage of `split` hands on for a micro-batch of `rows` samples like `sample` = (input, target).
 
@@ -126,17 +141,39 @@ class FakeModel:
         """
         ends = {start - 1 for start in split[1:]} | {len(self.modules) - 1}
         specs = []
-        with quiet(), self._mode, torch.set_grad_enabled(training), self._autocast():
+        tried = None if loss is None else loss.apart(training)
+        mode = nullcontext() if training else evaluating(self.modules)
+        with quiet(), self._mode, torch.set_grad_enabled(training), self._autocast(), mode:
             value = self._batch(sample[0], rows)
             for index, module in enumerate(self.modules):
-                module.train(training)
                 value = self._through(index, module, value, rows)
                 if index in ends:
                     specs.append(describe(value))
                 if training:
                     self._see(index, value)
-            _try_loss(loss, value, self._batch(sample[1], rows))
+            self._try_loss(tried, value, self._batch(sample[1], rows))
         return tuple(specs)
+
+    def output(self, sample: tuple[Any, Any], rows: int) -> MessageSpec:
+        """What the model gives in training for so many samples."""
+        sends = dict(self._sends)
+        try:
+            return self.boundaries(sample, rows, [0], True, None)[-1]
+        finally:
+            self._sends = sends
+
+    def _try_loss(self, loss: Loss | None, output: Any, target: Any) -> None:
+        """Whether the loss takes such an output and target, and whether it draws. One that looks at values can only be
+        tried for real."""
+        if loss is None:
+            return
+        given = f"the model's output ({shapes(output)}) and the data's targets ({shapes(target)})"
+        try:
+            with Watch() as watch, refusing(lambda e: f"model.loss fails on {given}: {cause(e)}", *_LOOKS_AT_VALUES):
+                loss(output, target)
+            self.random_loss |= watch.drawn
+        except _LOOKS_AT_VALUES:
+            self.random_loss = True
 
     def _see(self, index: int, value: Any) -> None:
         """What the layer would send and get back. What cannot cross a boundary is left out."""
@@ -146,8 +183,11 @@ class FakeModel:
 
     def _through(self, index: int, module: nn.Module, value: Any, rows: int) -> Any:
         where = f"layer {self.names[index]!r} fails on a micro-batch of {rows} samples (its input: {shapes(value)})"
-        with refusing(lambda error: f"{where}: {said(error)}"), _Watch() as watch:
+        held = Holdings(module)
+        with refusing(lambda error: f"{where}: {said(error)}"), Watch() as watch, held.saving():
             result = module(value)
+        if torch.is_grad_enabled() and any(found := held.changes(watch.written)):
+            self.changes[index] = found
         if watch.drawn:
             self._draws.add(index)
         if watch.sparse:
@@ -163,21 +203,13 @@ class FakeModel:
         def fake(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
                 return leaf
-            dtype = self._dtype if leaf.is_floating_point() else leaf.dtype
-            return torch.empty(leaf.shape, dtype=dtype, device=self._device)
+            return torch.empty(leaf.shape, dtype=in_precision(leaf.dtype, self._dtype), device=self._device)
 
         # The items are made fake before they are collated: converting a real tensor imports torch's compiler.
         item = pytree.tree_map(
             lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf, sample
         )
         return pytree.tree_map(fake, default_collate([item] * rows))
-
-
-def _try_loss(loss: Callable[[Any, Any], Any], output: Any, target: Any) -> None:
-    """Whether the loss takes such an output and target. A loss that looks at values can only be tried for real."""
-    complaint = f"model.loss fails on the model's output ({shapes(output)}) and the data's targets ({shapes(target)})"
-    with suppress(*_LOOKS_AT_VALUES), refusing(lambda error: f"{complaint}: {cause(error)}", *_LOOKS_AT_VALUES):
-        loss(output, target)
 
 
 def _refuse_shared(names: Sequence[str], modules: Sequence[nn.Module]) -> None:
@@ -201,15 +233,15 @@ def _built(name: str, factory: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """`module.to(dtype)`, which a fake module refuses: its floating parameters and buffers, shared ones stay so."""
+    """`dtypes.cast`, which a fake module refuses: parameters and buffers in place, shared ones stay so."""
     made: dict[Tensor, Tensor] = {}
     for part in module.modules():
         for table in (part._parameters, part._buffers):
             for name, tensor in table.items():
-                if tensor is None or not tensor.is_floating_point() or tensor.dtype == dtype:
+                if tensor is None or tensor.dtype == (wanted := in_precision(tensor.dtype, dtype)):
                     continue
                 if tensor not in made:
-                    moved = tensor.detach().to(dtype)
+                    moved = tensor.detach().to(wanted)
                     parameter = isinstance(tensor, nn.Parameter)
                     made[tensor] = nn.Parameter(moved, tensor.requires_grad) if parameter else moved
                 table[name] = made[tensor]  # type: ignore[assignment]

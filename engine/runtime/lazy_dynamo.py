@@ -83,4 +83,4 @@ def put_off() -> None:
         del sys.modules[NAME], sys.modules[f"{NAME}.config"]
         return
     stand_in.config = config  # type: ignore[attr-defined]
-    torch._dynamo = stand_in  # type: ignore[assignment]
+    torch._dynamo = stand_in

@@ -10,10 +10,11 @@ nothing is NaN, and NaN times 0 stays NaN). Counts must add up over samples. Acc
     torch's loss classes,   asked for the sum whatever their `reduction` says, mean or sum. Counted are the scored
     loss functions          targets of a classification (with class weights: their sum), the numbers of others
     returns (sum, count)    taken as it is; where it has an attribute `count(target)`, that is asked before the
-                            forward, else it is called once more for the count, with a stand-in for the output
+                            forward, else a copy is called for the count, with a stand-in for the output
     returns one mean        a mean over what its `count(target)` says, else over the samples; the sum is mean * count
 
-So `reduction=sum` trains as `mean` does. For another denominator return (sum, that denominator's share).
+So `reduction=sum` trains as `mean` does. For another denominator return (sum, that denominator's share). What a loss
+keeps from call to call (a running centre) is moved by training alone: whatever else is asked of it is asked of a copy.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from engine.errors import a_type
+from engine.errors import a_type, refusing, said
 from engine.job import MessageSpec, TensorSpec
 from engine.targets import build_function, locate, name_of
 
@@ -71,6 +72,7 @@ class Loss(ABC):
     """A loss as the engine uses it; it holds nothing of a micro-batch. Made by `make_loss`."""
 
     ignore_index = IGNORED
+    additive = False  # whether it is known that what it sums adds up over samples
 
     @abstractmethod
     def __call__(self, output: Any, target: Any) -> Tensor:
@@ -83,6 +85,10 @@ class Loss(ABC):
     def scored(self, output: Any, target: Any) -> tuple[int, int] | None:
         """(correct, scored) of a classification; None for anything else."""
         return scored(output, target, self.ignore_index)
+
+    @abstractmethod
+    def apart(self, training: bool = True) -> Loss:
+        """A copy whose calls leave this one as it is; in evaluation mode where it is not for `training`."""
 
 
 def make_loss(loss: Mapping[str, Any] | Callable[..., Any], where: str = "model.loss") -> Loss:
@@ -97,7 +103,7 @@ def make_loss(loss: Mapping[str, Any] | Callable[..., Any], where: str = "model.
     function, keywords = (made.func, made.keywords) if isinstance(made, partial) else (made, {})
     if inspect.isfunction(function) or inspect.isbuiltin(function):
         kind = _OF_FUNCTION.get(function)
-        made = kind(**_tensors(keywords)) if kind else made
+        made = kind(**with_tensors(keywords)) if kind else made
     if not callable(made):
         raise ValueError(f"{where} is {a_type(made)}, which cannot be called with (output, target)")
     for kind in _TORCH:
@@ -116,11 +122,11 @@ def make_loss(loss: Mapping[str, Any] | Callable[..., Any], where: str = "model.
 
 def _from_section(section: Mapping[str, Any], where: str) -> Any:
     if section.get("_target_") and locate(section["_target_"], where) in _TORCH:
-        section = _tensors(section)
+        section = with_tensors(section)
     return build_function(section, 2, where)
 
 
-def _tensors(keywords: Mapping[str, Any]) -> dict[str, Any]:
+def with_tensors(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Class weights given as a list, as the tensor that torch wants."""
     return {
         k: torch.tensor(v, dtype=torch.float64) if k in _WEIGHTS and isinstance(v, list) else v
@@ -133,6 +139,8 @@ def _tensors(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 class TorchLoss(Loss):
     """One of torch's loss classes, asked for its sum. `kind`: the class whose forward it has."""
+
+    additive = True
 
     def __init__(self, module: nn.Module, kind: type[nn.Module], where: str) -> None:
         reduction = str(module.reduction)
@@ -170,20 +178,32 @@ class TorchLoss(Loss):
     def scored(self, output: Any, target: Any) -> tuple[int, int] | None:
         return scored(output, target, self.ignore_index, dim=1) if self._kind in _CLASSES else None
 
+    def apart(self, training: bool = True) -> TorchLoss:
+        made = copy.copy(self)
+        made._fitted = {}  # what was fitted to a fake output holds fake weights
+        return made
+
     def _fit(self, output: Tensor) -> nn.Module:
         """The module with its weights on the output's device and in its precision, float32 at least (autocast)."""
         key = (output.device, output.dtype)
         if key not in self._fitted:
-            module = copy.deepcopy(self._module).to(output.device)
-            for name in _WEIGHTS:
-                weight = getattr(module, name, None)
-                if weight is not None:
-                    setattr(module, name, weight.to(torch.promote_types(output.dtype, torch.float32)))
+            dtype = torch.promote_types(output.dtype, torch.float32)
+            module = copy.copy(self._module)  # a deep copy cannot be made beside a fake output
+            module._buffers = {
+                name: None if weight is None else weight.to(output.device, dtype)
+                for name, weight in self._module._buffers.items()
+            }
             self._fitted[key] = module
         return self._fitted[key]
 
 
 # ---- the user's --------------------------------------------------------------------------------------------------
+
+
+_UNCOPIED = (
+    "cannot be copied, which keeps evaluation from what it holds for training; let it hold what copy.deepcopy takes, "
+    "and tensors without a graph"
+)
 
 
 class UserLoss(Loss):
@@ -213,11 +233,22 @@ class UserLoss(Loss):
                 raise ValueError(f"{self._where}: {self._name} has no count(target), and the output is not known")
             with torch.no_grad():
                 device = next((t.device for t in _tensor_leaves(target)), torch.device("cpu"))
-                _, count = self._call(stand_in(output, device), target)
+                _, count = self.apart()._call(stand_in(output, device), target)
             if count is not None:
                 return self._number(count)
             self._mean = True
         return samples(target)
+
+    def apart(self, training: bool = True) -> UserLoss:
+        with refusing(lambda error: f"{self._where}: {self._name} {_UNCOPIED} ({said(error)})"):
+            function = copy.deepcopy(self._function)
+        made = UserLoss(function, self._where)
+        made._mean = self._mean
+        inner = function.func if isinstance(function, partial) else function
+        module = getattr(inner, "__self__", inner)  # of a module, or of one's method
+        if isinstance(module, nn.Module) and not training:
+            module.eval()
+        return made
 
     def _call(self, output: Any, target: Any) -> tuple[Tensor, Any]:
         """(sum, count), or (mean, None)."""

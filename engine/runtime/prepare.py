@@ -10,6 +10,7 @@ Every mistake a user can make in model, data, split or sizes is a ValueError tha
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,21 +27,24 @@ from engine.plan.schedules.forward_only import evaluation
 from engine.plan.verify import verify
 from engine.runtime.asynchronous_sgd import check_asynchronous_sgd
 from engine.runtime.build import DTYPES, autocast_of, model_layers
+from engine.runtime.changes import check_changes, check_synchronised
 from engine.runtime.connections import check_open_files, connections
 from engine.runtime.delay import check_delay
 from engine.runtime.inspect import FakeModel
 from engine.runtime.lazy_dynamo import put_off
-from engine.runtime.losses import Loss, make_loss
+from engine.runtime.losses import Loss, make_loss, with_tensors
 from engine.runtime.meet import transport_of
 from engine.runtime.microbatch import Batches, passes, sizes
 from engine.runtime.overlap import make_overlap
 from engine.runtime.reduction import grouped
 from engine.runtime.sharding import check_sharding
 from engine.runtime.source import dataset
-from engine.runtime.trials import Sample, length_of, sample_of, try_loss, try_update
+from engine.runtime.trials import TRIED_ROWS, Sample, adds_up, length_of, sample_of, try_loss, try_update
 from engine.runtime.window import stream_program, stream_programs, window_lengths
 from engine.settings import Settings
 from engine.targets import blaming, locate, prepare_import_path
+
+log = logging.getLogger(__name__)
 
 
 def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
@@ -58,7 +62,7 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
     make_overlap(settings.model.get("overlap"))
     loss = make_loss(settings.model.get("loss") or {})
     with blaming(settings.data, "data"):
-        lengths, items = _measure_data(settings)
+        lengths, items, data = _measure_data(settings)
     device, dtype = torch.device(settings.device), DTYPES[settings.precision]
     with blaming(settings.model, "model"):
         model = FakeModel(lambda: model_layers(settings.model), device, dtype, autocast_of(settings.precision, device))
@@ -67,13 +71,16 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
         "train": _training_pieces(settings, lengths["train"]),
         "eval": _evaluation_pieces(settings, lengths["eval"]),
     }
-    with blaming(settings.model, "model"), blaming(settings.model["loss"], "model.loss"):
+    with blaming(settings.model, "model"), blaming(with_tensors(settings.model["loss"]), "model.loss"):
         boundaries = {
             (mode, rows): model.boundaries(item, rows, split, mode == "train", loss)
             for mode, item in items.items()
             for rows in sorted({rows for piece in pieces[mode] for rows in piece})
         }
-        _try_parts(settings, model, loss, lengths, items, boundaries)
+        check_synchronised(model.modules, model.names, compute, settings.data_parallel.replicas)
+        check_changes(model.changes, model.names, split, compute, settings.data_parallel.replicas)
+        random_loss = _try_parts(settings, model, loss, lengths, items, boundaries)
+        _check_additive(settings, model, loss, items["train"], data)
     if compute.asynchronous:
         programs = _without_drains(settings, lengths["train"], lengths["eval"])
     else:
@@ -88,6 +95,7 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
         eval_samples=lengths["eval"],
         evaluations=_lowered(forward, reduce=False, step=False),
         boundaries=boundaries,
+        random_loss=random_loss,
         start_dir=start_dir,
         run_dir=run_dir,
         **programs,
@@ -236,12 +244,14 @@ def _check_batch(settings: Settings) -> None:
         )
 
 
-def _measure_data(settings: Settings) -> tuple[dict[str, int], dict[str, Sample]]:
-    """Length and first item of the training data ("train") and of the held-out data ("eval": 0 and none without)."""
-    lengths, items = {"train": 0, "eval": 0}, {}
+def _measure_data(settings: Settings) -> tuple[dict[str, int], dict[str, Sample], Any]:
+    """Length and first item of the training data ("train") and of the held-out data ("eval": 0 and none without), and
+    the training data."""
+    lengths, items, sources = {"train": 0, "eval": 0}, {}, {}
     for mode, where in (("train", "data"), ("eval", "data.evaluation")):
         source = dataset(settings.data, evaluation=mode == "eval")
         if source is not None:
+            sources[mode] = source
             lengths[mode] = length_of(source, where)
             items[mode] = sample_of(source, where)
     samples, replicas = lengths["train"], settings.data_parallel.replicas
@@ -249,7 +259,7 @@ def _measure_data(settings: Settings) -> tuple[dict[str, int], dict[str, Sample]
         raise ValueError(
             f"data has {samples} samples for data_parallel.replicas={replicas}; use at most {samples} replicas"
         )
-    return lengths, items
+    return lengths, items, sources["train"]
 
 
 def _try_parts(
@@ -259,16 +269,51 @@ def _try_parts(
     lengths: Mapping[str, int],
     items: Mapping[str, Sample],
     boundaries: Mapping[tuple[str, int], tuple[MessageSpec, ...]],
-) -> None:
-    """What fake tensors do not show: losses that look at values, optimizers that need more than gradients."""
+) -> bool:
+    """What fake tensors do not show: losses that look at values, optimizers that need more than gradients. Whether the
+    loss draws random numbers."""
+    drawn = []
     if settings.device == "cpu":
         autocast = autocast_of(settings.precision, torch.device("cpu"))
         for mode, (_, target) in items.items():
             smallest = min(rows for each, rows in boundaries if each == mode)
-            try_loss(loss, boundaries[mode, smallest][-1], target, DTYPES[settings.precision], autocast)
+            output = boundaries[mode, smallest][-1]
+            drawn.append(try_loss(loss, output, target, smallest, DTYPES[settings.precision], autocast))
     train = settings.train
     batches = Batches(lengths["train"], train.global_batch_size, settings.data_parallel.replicas, 0, shuffle=False)
     try_update(settings, model.trainable, batches.steps(train.steps, train.epochs))
+    return any(drawn) if drawn else model.random_loss
+
+
+def _check_additive(settings: Settings, model: FakeModel, loss: Loss, sample: Sample, data: Any) -> None:
+    """A loss of a whole batch that is not made of its samples' is another one for each way to divide the batch."""
+    replicas = 1 if settings.data_parallel.asynchronous else settings.data_parallel.replicas
+    divided = {
+        "pipeline.microbatches": _microbatches(settings),
+        "data_parallel.replicas": replicas,
+        "train.accumulate": settings.train.accumulate,
+    }
+    rows = min(TRIED_ROWS, len(data) // 2)
+    if loss.additive or rows == 0 or max(divided.values()) == 1:
+        return
+    try:
+        one, whole = model.output(sample, rows), model.output(sample, 2 * rows)
+    except ValueError:  # sizes of batches that the model does not take, and that do not occur
+        return
+    autocast = autocast_of(settings.precision, torch.device("cpu"))
+    found = adds_up(loss, one, whole, data, rows, DTYPES[settings.precision], autocast)
+    if found is None:
+        return
+    figures = f"{2 * rows} at once give {found[0]:.6g}, in two parts {found[1]:.6g}"
+    said = f"model.loss does not add up over samples ({figures})"
+    if settings.model.get("loss_additive", True):
+        parts = ", ".join(f"{key}={value}" for key, value in divided.items() if value > 1)
+        raise ValueError(
+            f"{said}, so {parts} would make another loss of it. Return (sum, count), where both add up, or give it "
+            "count(target); where it compares samples of a batch set these to 1; model.loss_additive=false trains on "
+            "the parts all the same"
+        )
+    log.warning("%s; trained is the loss of the parts, which depends on how the batch is divided", said)
 
 
 def _microbatches(settings: Settings) -> int:

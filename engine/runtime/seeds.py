@@ -2,6 +2,8 @@
 
     seed_for(seed, "weights", layer)                              a layer's initial weights ("model": all at once)
     seed_for(seed, "draw", layer, step, microbatch, replica)      what a layer draws in one forward (dropout masks)
+    seed_for(seed, "draw", "loss", step, microbatch, replica)     what a loss draws, and the call that learns its count
+    seed_for(seed, "scoring", batch, microbatch, replica)         what a loss draws in an evaluation
     seed_for(seed, "epoch", epoch)                                the order of the samples in an epoch
     seed_for(seed, "samples", step, replica)                      what a data set draws (augmentation), loaded here
     seed_for(seed, "loader", replica)                             the same in the loader's own processes
@@ -22,7 +24,7 @@ import hashlib
 import random
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -44,6 +46,21 @@ def drawing(seed: int, device: torch.device) -> Iterator[None]:
         if device.type == "cuda":
             torch.cuda.default_generators[device.index or 0].manual_seed(seed)
         yield
+
+
+@contextmanager
+def drawing_again(draws: bool) -> Iterator[None]:
+    """Around a backward that runs layers again: if one `draws`, alone in this process, as when it drew before.
+
+    Whoever runs it again (torch.utils.checkpoint) sets the default generators to what they were, and back.
+    """
+    with _DRAWING if draws else nullcontext():
+        yield
+
+
+def seeded(draws: bool, device: torch.device, seed: int, *parts: int | str) -> AbstractContextManager[None]:
+    """`drawing` from the seed of `parts`, around what draws; nothing around anything else."""
+    return drawing(seed_for(seed, *parts), device) if draws else nullcontext()
 
 
 @contextmanager

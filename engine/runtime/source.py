@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from engine.errors import Interrupted, said
+from engine.runtime.dtypes import in_precision
 from engine.runtime.microbatch import Batches
 from engine.runtime.seeds import loading, seed_for
 from engine.targets import build
@@ -57,7 +58,7 @@ class _NamedItems(Dataset[Any]):
             return self._data[index]
 
 
-def _collate(batch: tuple[list[int], list[Any]]) -> Any:
+def _collate(batch: Any) -> Any:
     indices, items = batch
     with _naming(lambda error: _no_batch(indices, items, error)):
         return default_collate(items)
@@ -155,12 +156,12 @@ class ShareSampler:
 
 
 def to_device(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Tensors of a nesting on `device`, floating ones as `dtype`; the rest as it is."""
+    """Tensors of a nesting on `device`, floating ones as `dtype`, complex ones likewise; the rest as it is."""
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return leaf.to(device, dtype if leaf.is_floating_point() else None, non_blocking=True)
+        return leaf.to(device, in_precision(leaf.dtype, dtype), non_blocking=True)
 
     return pytree.tree_map(move, value)
 

@@ -196,9 +196,9 @@ _OPENED = {hiding: _opened(hiding) for hiding in (F.multi_head_attention_forward
 
 
 def _routable(weight: Tensor, bias: Tensor | None) -> bool:
-    """Leaves, of which the weight is trained. (Under vmap and the like a leaf is more than it seems.)"""
+    """Real leaves, of which the weight is trained. (Under vmap and the like a leaf is more than it seems.)"""
     leaves = weight.is_leaf and weight.requires_grad and (bias is None or bias.is_leaf)
-    return leaves and not torch._C._are_functorch_transforms_active()
+    return leaves and not weight.is_complex() and not torch._C._are_functorch_transforms_active()
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -239,7 +239,7 @@ def _convolution(
     groups: int = 1,
 ) -> Tensor:
     dims = _DIMENSIONS[func]
-    if not _routable(weight, bias) or input.is_complex() or weight.dim() != dims + 2:
+    if not _routable(weight, bias) or weight.dim() != dims + 2:
         return func(input, weight, bias, stride, padding, dilation, groups)
     x = _autocast(input)
     single = x.dim() == dims + 1

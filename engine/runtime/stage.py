@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.runtime.activations import saved_bytes
+from engine.runtime.activations import recomputes, saved_bytes
 from engine.runtime.boundary import Message, tensors_of
 from engine.runtime.overlap import Beside, LayerCall
-from engine.runtime.seeds import drawing, seed_for
+from engine.runtime.seeds import drawing_again, seeded
 from engine.runtime.split import Later, Routing
 from engine.runtime.trace import Tracer
 from engine.runtime.versions import Versions
@@ -59,13 +59,24 @@ class _Live:
 
 
 class Stage:
-    """Stage `index`: its layers, in order, on `device`; `seed` is the run's, `autocast` the context of its forwards."""
+    """Stage `index`: its layers, in order, on `device`; `seed` is the run's, `autocast` the context of its forwards.
 
-    def __init__(self, index: int, layers: Sequence[StageLayer], device: torch.device, seed: int) -> None:
+    A `random_loss` is seeded before each call, as random layers are.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layers: Sequence[StageLayer],
+        device: torch.device,
+        seed: int,
+        random_loss: bool = False,
+    ) -> None:
         self.index = index
         self.layers = tuple(layers)
         self.device = device
         self.seed = seed
+        self.random_loss = random_loss
         self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.versions: Versions | None = None  # given where the schedule is asynchronous
         self.ready: Callable[[], None] = lambda: None  # returns when the parameters may be used
@@ -76,6 +87,7 @@ class Stage:
         self._later: dict[int, tuple[Later, int]] = {}  # between I and W: what is left to do, and the bytes it holds
         self._saved: dict[int, int] = {}  # micro-batch size -> bytes that its forward leaves
         self._saved_by: dict[int, dict[int, int]] = {}  # the same by the number of the layer; beyond the last: the loss
+        self._draws_again = False  # a backward here runs layers again that draw
         self._reached: list[tuple[int, list[Any]]] | None = None  # layers and the nodes that end them, where wanted
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -93,10 +105,6 @@ class Stage:
     def _named(self, what: str) -> list[tuple[str, Any]]:
         return [(f"{layer.name}.{key}", value) for layer in self.layers for key, value in getattr(layer.module, what)()]
 
-    def train(self, mode: bool) -> None:
-        for layer in self.layers:
-            layer.module.train(mode)
-
     def run(self, value: Any, draw: Draw | None) -> Any:
         """The layers, one after another. `draw` is None in evaluation."""
         with self.autocast():
@@ -108,10 +116,7 @@ class Stage:
         if draw is None:
             return layer.module(value)
         start = None if self.tracer is None else self.tracer.mark()
-        if layer.random:
-            with drawing(seed_for(self.seed, "draw", layer.number, *draw), self.device):
-                value = layer.module(value)
-        else:
+        with seeded(layer.random, self.device, self.seed, "draw", layer.number, *draw):
             value = layer.module(value)
         if self.tracer is not None:
             self.tracer.add_layer(layer.number, start, self.tracer.mark())
@@ -161,7 +166,7 @@ class Stage:
             output = self.versions.forward(microbatch, lambda: self._run_routed(given, draw, later, beside))
         total = None
         if loss is not None:
-            total = self._scored(loss, output)
+            total = self._scored(loss, output, draw)
             roots = []
         else:
             wanting = [t for t in tensors_of(output) if t.requires_grad]
@@ -174,10 +179,10 @@ class Stage:
         self.live_bytes += self._saved[rows]
         return output, None if total is None else total.detach()
 
-    def _scored(self, loss: Callable[[Any], Tensor], output: Any) -> Tensor:
+    def _scored(self, loss: Callable[[Any], Tensor], output: Any, draw: Draw) -> Tensor:
         """The loss sum; it is timed as what follows the last layer."""
         start = None if self.tracer is None else self.tracer.mark()
-        with self.autocast():
+        with self.autocast(), seeded(self.random_loss, self.device, self.seed, "draw", "loss", *draw):
             total = loss(output)
         if self.tracer is not None:
             self.tracer.add_layer(self.layers[-1].number + 1, start, self.tracer.mark())
@@ -188,6 +193,8 @@ class Stage:
         weights: list[Tensor] = [p for layer in self.layers for p in layer.module.parameters()]
         read = [] if self.versions is None else self.versions.tensors(microbatch)
         found = saved_bytes([nodes for _, nodes in parts], weights + read)
+        if any(layer.random for layer in self.layers):
+            self._draws_again |= recomputes(node for _, ends in parts for node in ends)
         by_layer = self._saved_by.setdefault(rows, {})
         for (number, _), nbytes in zip(parts, found, strict=True):
             by_layer[number] = by_layer.get(number, 0) + nbytes
@@ -204,10 +211,11 @@ class Stage:
         self.live_bytes -= live.nbytes
         assert live.later is None, "a micro-batch whose backward comes in halves"
         start = _start(live, gradients, count)
-        if self.versions is None:
-            torch.autograd.backward(*start)
-        else:
-            self.versions.backward(microbatch, lambda: torch.autograd.backward(*start))
+        with drawing_again(self._draws_again):
+            if self.versions is None:
+                torch.autograd.backward(*start)
+            else:
+                self.versions.backward(microbatch, lambda: torch.autograd.backward(*start))
         return live.box
 
     def backward_input(
@@ -217,7 +225,8 @@ class Stage:
         live = self._live.pop(microbatch)
         self.live_bytes -= live.nbytes
         assert live.later is not None, "a micro-batch whose backward comes whole"
-        live.later.backward(*_start(live, gradients, count))
+        with drawing_again(self._draws_again):
+            live.later.backward(*_start(live, gradients, count))
         self._later[microbatch] = live.later, live.later.nbytes
         self.live_bytes += live.later.nbytes
         return live.box

@@ -85,7 +85,7 @@ class Window:
     """The updates from step `first` on, on one rank. `counted` starts the sum of what a share counts over replicas."""
 
     def __init__(
-        self, first: int, count: int, shares: Shares, replica: int, loss: Loss, counted: Callable[[Share], Count]
+        self, first: int, count: int, shares: Shares, replica: int, loss: Loss, counted: Callable[[int, Share], Count]
     ) -> None:
         self.first, self._shares, self._counted = first, shares, counted
         pieces = [shares.pieces(step) for step in range(first, first + count)]
@@ -119,8 +119,9 @@ class Window:
     def load_ahead(self) -> None:
         """Load the samples of one more update, and start their count."""
         if self._taken < len(self.updates):
-            share = self._shares.take(self.first + self._taken)
-            self._held[self._taken] = share, self._counted(share)
+            step = self.first + self._taken
+            share = self._shares.take(step)
+            self._held[self._taken] = share, self._counted(step, share)
             self._taken += 1
 
     def _of(self, microbatch: int) -> tuple[Share, Count]:

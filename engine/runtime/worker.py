@@ -185,7 +185,7 @@ class Worker:
     def _one_step(self, step: int) -> None:
         self._begin(step, lambda: self.shares.fetch(step + 1))
         share = self.shares.take(step)
-        count = self._count(share)
+        count = self._count(step, share)
         feeds = share.feeds(step, self.replica, self.loss, count)
         for feed in feeds[:-1]:
             self.executor.run(self.job.passes[len(feed.sizes)], feed)
@@ -285,10 +285,10 @@ class Worker:
 
     # -- what the executor asks for --------------------------------------------------------------------------------
 
-    def _count(self, share: Share) -> Count:
+    def _count(self, step: int, share: Share) -> Count:
         """What the global batch of a share counted, or where replicas are asynchronous the share: started here."""
         start = self.wiring.sum_counts if self.async_sgd is None else Count.alone
-        return Count(self.shares.counted(share, self.loss), start, self.tracer)
+        return Count(self.shares.counted(step, share, self.loss), start, self.tracer)
 
     def _legal(self, microbatches: int) -> int:
         """The largest number of micro-batches, at most so many, for which there is a program."""
