@@ -16,7 +16,8 @@ import torch
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from engine.collectives import Collective, Group, Ring
-from engine.runtime.environment import joined
+from engine.runtime import rendezvous
+from engine.runtime.environment import check_launcher, joined
 from engine.runtime.transport import Transport
 from engine.runtime.transport.processes import between_processes, without_shared_memory
 from engine.runtime.transport.threads import ThreadHub
@@ -99,16 +100,14 @@ def size() -> int:
 
 def _store(timeout_s: float) -> Any:
     global _launcher, _joinings  # noqa: PLW0603
+    check_launcher()
     if not joined():
         return HashStore()
-    from torch.distributed.rendezvous import rendezvous
-
-    number, count, limit = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout_s)
     if _launcher is None:
-        _launcher = next(rendezvous("env://", number, count, timeout=limit))[0]
-    _launcher.set_timeout(limit)
+        _launcher = rendezvous.meet(timeout_s).store()
+    _launcher.set_timeout(timedelta(seconds=timeout_s))
     _joinings += 1
-    return PrefixStore(f"engine/distributed{_joinings}", _launcher)
+    return PrefixStore(f"distributed{_joinings}", _launcher)
 
 
 def _transport(store: Store, timeout_s: float, device: str) -> Transport:

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from engine.job import MessageSpec, TensorSpec
+from engine.runtime.nesting import LEAF, form_of, template
 
 _MAGIC = 0x0050_4950_454C_494E
 _HEAD = struct.Struct("=5q")  # magic, then what `Header` names, then the bytes of the whole message
@@ -45,15 +46,14 @@ class Header(NamedTuple):
 
 def describe(value: Any) -> MessageSpec:
     """The spec of a nesting of (real or fake) tensors and constants."""
-    template = pytree.tree_map(_leaf, value)
-    return MessageSpec(template, tuple(pytree.tree_leaves(template)))
+    return MessageSpec(form_of(value), tuple(map(_leaf, pytree.tree_leaves(value))))
 
 
 def _leaf(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         dtype = _NAMES[leaf.dtype]
         return TensorSpec(tuple(leaf.shape), tuple(leaf.stride()), dtype, leaf.requires_grad)
-    if leaf is None or isinstance(leaf, bool | int | float | str):
+    if leaf is None or type(leaf) in (bool, int, float, str):
         return leaf
     raise ValueError(
         f"a {type(leaf).__name__} crosses a stage boundary; tensors, numbers, strings, None and nestings of them can"
@@ -195,8 +195,10 @@ class Message:
 
     def __init__(self, spec: MessageSpec) -> None:
         self.spec = spec
-        self.tree = pytree.tree_structure(spec.template)
-        self._single = isinstance(spec.template, TensorSpec)  # by far the most frequent: needs no tree
+        self.tree = pytree.tree_structure(template(spec))
+        self._single = spec.form == LEAF and isinstance(
+            spec.leaves[0], TensorSpec
+        )  # by far the most frequent: needs no tree
         self._first = next(((t.shape, getattr(torch, t.dtype), t.requires_grad) for t in spec.tensors), None)
         self.forward = Layout(spec.tensors)
         self.backward = Layout([t for t in spec.tensors if t.requires_grad])
