@@ -59,7 +59,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """The object in such a file; None where there is none that can be read."""
     try:
         content = json.loads(path.read_text(errors="replace"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 

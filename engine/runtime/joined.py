@@ -12,6 +12,7 @@ folder that it was started from itself.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import sys
@@ -60,6 +61,7 @@ class Meeting:
         self.sent = False
         self._counter: delivery.Counter | None = None
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._lost = 0  # ranks that will not say that they leave
         self._over = threading.Event()  # rank 0 may go now
 
     # -- rank 0 ----------------------------------------------------------------------------------------------------
@@ -92,6 +94,7 @@ class Meeting:
         with interrupt.waking(inbox.put):
             threading.Thread(target=main, name="rank 0", daemon=True).start()
             signum = _Listener(verdict, inbox, mailbox, on_record, positions).run()
+        self._lost = len(verdict.deaths)
         return verdict.outcome(signum)
 
     def _hand_out(self, content: bytes) -> None:
@@ -107,7 +110,7 @@ class Meeting:
         """Let the others go, and stay a moment: the store may live in this process."""
         self.store.set(CLOSED, b"")
         deadline = time.monotonic() + LEAVE_GRACE_S
-        while self.store.add(LEFT, 0) < self.world - 1 and time.monotonic() < deadline:
+        while self.store.add(LEFT, 0) < self.world - 1 - self._lost and time.monotonic() < deadline:
             time.sleep(POLL_S)
 
     # -- the others ------------------------------------------------------------------------------------------------
@@ -135,7 +138,7 @@ class Meeting:
         if isinstance(event, int):
             return event
         if isinstance(event, Interrupted):
-            _post_end(mailbox, self.rank, event.signum)
+            self._post_end(mailbox, event.signum)
         else:
             self._say(LOST)
         sys.stdout.flush()
@@ -192,6 +195,18 @@ class Meeting:
         print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
         return 1
 
+    def _post_end(self, mailbox: Mailbox, signum: int) -> None:
+        """Tell rank 0 that a signal ends this rank; in a thread, since the mailbox or the store may answer no more."""
+
+        def post() -> None:
+            with contextlib.suppress(DistError):
+                mailbox.post(encode("ended", {"rank": self.rank, "signum": signum}))
+                self.place.store().add(LEFT, 1)
+
+        told = threading.Thread(target=post, daemon=True)
+        told.start()
+        told.join(1.0)
+
     def _work(self, job: Job, post: Post) -> None:
         clocks = None if environment.one_host() else Clocks(self.place.store(), self.rank, self.world)
         work(job, self.rank, connect(job, self.rank, self.place.store()), post, clocks)
@@ -227,13 +242,6 @@ def check_targets(settings: Settings, own: Mapping[str, Any], rank: int) -> None
 
 def _within_one_host() -> bool:
     return environment.one_host() and delivery.available()
-
-
-def _post_end(mailbox: Mailbox, rank: int, signum: int) -> None:
-    """Tell rank 0 that a signal ends this rank; not from the thread that may hold the mailbox."""
-    told = threading.Thread(target=lambda: mailbox.post(encode("ended", {"rank": rank, "signum": signum})), daemon=True)
-    told.start()
-    told.join(SURE_GRACE_S)
 
 
 class _Listener:
