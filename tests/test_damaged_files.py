@@ -10,12 +10,15 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from finished import finished, job_of
+from test_tab import Provider, asked
 
 from engine.plan.text import from_csv, parse_action
 from engine.report.__main__ import main
+from engine.report.bubble import NAMES
 from engine.report.compare import write_comparison
 from engine.report.measured import read
 from engine.report.perfetto import trace_of
@@ -260,3 +263,21 @@ def test_cells_without_end_are_refused_in_our_words(text: str, said: str) -> Non
 def test_a_short_action_is_shown_whole() -> None:
     with pytest.raises(ValueError, match=r"^'2F0&1B3' is not an action"):
         parse_action("2F0&1B3")
+
+
+# ---- the tab ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", ["9" * 5_000, "1" * 19, "-1", "1.5", "", "٣"])
+@pytest.mark.parametrize("route", ["/step", "/trace"])
+def test_a_step_that_is_no_number_is_a_bad_request(route: str, step: str) -> None:
+    status, content = asked(Provider(packed("{}")), route, f"run=run&step={quote(step)}")
+    assert status.startswith("400") and b"is not the number of a step" in content and len(content) < 200
+
+
+@pytest.mark.parametrize("seconds", [b"NaN", b"1e999", b"9" * 400, b"[" * 100_000, b'"1"'])
+def test_a_list_of_steps_is_json_whatever_a_series_says(seconds: bytes) -> None:
+    shares = json.dumps(dict.fromkeys(NAMES, 0.1)).encode()
+    status, content = asked(Provider(b"", b'{"seconds": ' + seconds + b', "shares": ' + shares + b"}"), "/runs")
+    assert status.startswith("200")
+    assert json.loads(content)["runs"][0]["steps"] == [{"step": 0, "seconds": 0.0, "shares": {}}]
