@@ -126,6 +126,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "C134": ("unordered containers", ["buckets: the_layout_is_the_same_in_every_process"]),
     "C135": ("sparse gradients", ["replicas: sparse_gradients_are_refused_before_anything_starts",
                                   "buckets: sparse_gradients_are_refused_by_name"]),
+    "C177": ("a launcher's next attempt", ["launchers: the_second_attempt_trains_in_a_folder_of_its_own"]),
 }  # fmt: skip
 
 

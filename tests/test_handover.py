@@ -61,6 +61,8 @@ def test_what_is_no_plain_data_is_refused_by_its_key(job: Job) -> None:
     changed = replace(job, settings=replace(job.settings, model={**SECTION, "deep": {"in": {1, 2}}}))
     with pytest.raises(ValueError, match=r"^model\.deep\.in is a set: a worker can be given"):
         handover.written(changed)
+    with pytest.raises(ValueError, match=r"^model\.deep\.in is a set: a worker can be given"):
+        handover.check(changed.settings)
 
 
 def header(content: bytes) -> dict[str, Any]:

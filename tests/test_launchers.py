@@ -206,3 +206,31 @@ def test_the_second_attempt_trains_in_a_folder_of_its_own(hurt: Run) -> None:
     assert '"failed"' in first.read_text() and '"completed"' in second.read_text()
     assert "OSError: no such sample" in (hurt.folder / "kept" / "error.txt").read_text()
     hurt.assert_gone()
+
+
+PLAIN = """
+import torch, engine.distributed as together
+world = together.init(timeout_s=60)
+value = torch.tensor([1.0 + world.rank])
+together.broadcast_parameters({"value": value})
+print(together.size(), value.item())
+"""
+
+
+@pytest.mark.process
+def test_a_plain_loop_meets_at_rank_0_s_own_store(tmp_path: Path) -> None:
+    """Where no launcher keeps one."""
+    started = os.environ | {"PYTHONPATH": str(ROOT)} | WORLD | {"MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PLAIN],
+            env=started | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        out, err = rank.communicate(timeout=LIMIT_S)
+        assert (rank.returncode, out) == (0, "2 1.0\n"), err

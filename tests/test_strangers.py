@@ -170,7 +170,7 @@ def met(monkeypatch: pytest.MonkeyPatch, content: bytes, one_host: bool) -> join
     store = HashStore()
     store.set(joined.JOB, content)
     store.set(joined.CLOSED, b"")
-    place = SimpleNamespace(rank=1, world=2, store=lambda: store)
+    place = SimpleNamespace(rank=1, world=2, root=store, store=lambda: store)
     monkeypatch.setattr(rendezvous, "meet", lambda limit_s: place)
     return joined.Meeting(5.0)
 

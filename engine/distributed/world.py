@@ -49,7 +49,9 @@ class World:
 
 
 _world: World | None = None
-_launcher: Any = None  # the launcher's store: met once, whatever is opened and closed over it
+_place: rendezvous.Place | None = (
+    None  # among what the launcher started: met once, whatever is opened and closed over it
+)
 _joinings = 0  # all ranks join equally often, and each time under keys of its own
 
 
@@ -99,15 +101,15 @@ def size() -> int:
 
 
 def _store(timeout_s: float) -> Any:
-    global _launcher, _joinings  # noqa: PLW0603
+    global _place, _joinings  # noqa: PLW0603
     check_launcher()
     if not joined():
         return HashStore()
-    if _launcher is None:
-        _launcher = rendezvous.meet(timeout_s).store()
-    _launcher.set_timeout(timedelta(seconds=timeout_s))
+    if _place is None:
+        _place = rendezvous.meet(timeout_s)
+    _place.root.set_timeout(timedelta(seconds=timeout_s))
     _joinings += 1
-    return PrefixStore(f"distributed{_joinings}", _launcher)
+    return PrefixStore(f"distributed{_joinings}", _place.store())
 
 
 def _transport(store: Store, timeout_s: float, device: str) -> Transport:

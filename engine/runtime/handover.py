@@ -22,6 +22,7 @@ import numpy as np
 
 from engine.job import Job
 from engine.records import decode, encode
+from engine.settings import Settings
 
 _KIND = "job"
 _PLAIN = (bool, int, float, str, type(None))
@@ -32,6 +33,11 @@ def written(job: Job) -> bytes:
     """The job as bytes. ValueError where a user's section holds what is no plain data."""
     arrays: _Arrays = {}
     return encode(_KIND, _write(Job, job, "job", arrays), arrays)
+
+
+def check(settings: Settings) -> None:
+    """ValueError where a user's section holds what is no plain data: what `written` would raise of the job."""
+    _write(Settings, settings, "job.settings", {})
 
 
 def read(content: bytes) -> Job:

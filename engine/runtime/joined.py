@@ -56,8 +56,8 @@ class Meeting:
     def __init__(self, limit_s: float) -> None:
         self.place = rendezvous.meet(limit_s)
         self.rank, self.world = self.place.rank, self.place.world
+        self.place.root.set_timeout(START_TIMEOUT)
         self.store = self.place.store()
-        self.store.set_timeout(START_TIMEOUT)
         self.sent = False
         self._counter: delivery.Counter | None = None
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
