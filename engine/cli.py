@@ -97,7 +97,8 @@ def _next_attempt() -> None:
         return  # it is composed once more, where errors are explained
     quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
     sys.argv.append(f"hydra.run.dir='{quoted}'")
-    print(f"attempt {environment.attempt()} of the launcher: this run's folder is {folder}", flush=True)
+    shown = folder if "${" not in folder else f"one that ends in -attempt{environment.attempt()}"
+    print(f"attempt {environment.attempt()} of the launcher: this run's folder is {shown}", flush=True)
 
 
 def _compose() -> int:

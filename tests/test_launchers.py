@@ -182,6 +182,17 @@ def test_an_interrupted_launcher_is_no_failure(hurt: Run) -> None:
     hurt.assert_gone()
 
 
+@pytest.mark.slow
+@pytest.mark.process
+def test_ranks_whose_launcher_is_gone_end_and_say_so(hurt: Run) -> None:
+    hurt.start("model.what=sleep", prefix=TORCHRUN)
+    hurt.pid_of_second()
+    hurt.process.kill()
+    hurt.assert_gone(LIMIT_S)
+    assert hurt.summary["status"] == "failed" and "Traceback" not in hurt.file("error.txt")
+    assert hurt.summary["error"].startswith("the launcher went away, and its store with it (")
+
+
 BROKEN = (
     "def __getitem__(self, i):\n",
     """def __getitem__(self, i):

@@ -71,9 +71,10 @@ class Meeting:
 
         Not before: as soon as one rank has failed, a launcher ends the others, rank 0 among them.
         """
-        if not self.sent:
-            self._hand_out(encode("dismissed", {"exit_code": exit_code, "message": message}))
-        self._see_off()
+        with contextlib.suppress(DistError):  # nobody is reached any more
+            if not self.sent:
+                self._hand_out(encode("dismissed", {"exit_code": exit_code, "message": message}))
+            self._see_off()
 
     def lead(self, job: Job, on_record: OnRecord) -> Outcome:
         """Rank 0: hand out the job, work in a thread, listen to all. No rank is ended here: the launcher does that."""
@@ -93,7 +94,11 @@ class Meeting:
 
         with interrupt.waking(inbox.put):
             threading.Thread(target=main, name="rank 0", daemon=True).start()
-            signum = _Listener(verdict, inbox, mailbox, on_record, positions).run()
+            try:
+                signum = _Listener(verdict, inbox, mailbox, on_record, positions).run()
+            except DistError as error:
+                self._lost = self.world
+                return Outcome("failed", f"the launcher went away, and its store with it ({_first_line(error)})", 1)
         self._lost = len(verdict.deaths)
         return verdict.outcome(signum)
 
@@ -238,6 +243,10 @@ def check_targets(settings: Settings, own: Mapping[str, Any], rank: int) -> None
                 f"{own.get(path)}: between hosts a rank runs only code that its own command line names; start all "
                 "ranks with the same one"
             )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _within_one_host() -> bool:
