@@ -83,7 +83,7 @@ def _limit_s() -> float:
         key, _, value = word.partition("=")
         if key.lstrip("+") == "timeout_s":
             with suppress(ValueError):
-                return min(max(float(value), 1.0), AT_MOST["timeout_s"])
+                return min(max(1.0, float(value)), AT_MOST["timeout_s"])  # NaN: 1
     return Settings.timeout_s
 
 
