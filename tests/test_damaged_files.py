@@ -55,7 +55,7 @@ def foreign(rng: random.Random, content: bytes) -> bytes:
 
 
 def nested(rng: random.Random, content: bytes) -> bytes:
-    deep = rng.choice([50, 5_000, 100_000])
+    deep = rng.choice([50, 300, 900, 5_000, 100_000])
     opening, closing = rng.choice([(b"[", b"]"), (b'{"a":', b"}")])
     value = opening * deep + b"1" + closing * deep
     text = content.decode()
@@ -211,8 +211,9 @@ def test_one_damaged_job_is_a_failed_row_of_its_sweep(sweep: Path, tmp_path: Pat
     text = write_comparison(folder)
     assert "job 1: summary.json is damaged: step_time: Input should be a valid dictionary" in text
     assert [row["job"] for row in json.loads((folder / "comparison.json").read_text())] == ["0", "1", "2"]
-    summary.write_text("[" * 100_000)
-    assert "job 1: left no readable summary.json" in write_comparison(folder)
+    for deep in (100, 900, 100_000):
+        summary.write_text('{"status": "completed", "more": ' + "[" * deep + "]" * deep + "}")
+        assert "job 1: left no readable summary.json" in write_comparison(folder)
 
 
 def test_damaged_documents_of_steps_are_refused() -> None:

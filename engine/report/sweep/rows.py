@@ -13,6 +13,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from engine.report import schemas
+from engine.report.files import read_json
 
 Row = Mapping[str, Any]
 
@@ -64,13 +65,17 @@ def _read(folder: Path, name: str) -> Row:
     return {"job": writable(name), "overrides": _overrides(folder)} | summary
 
 
-def _json(path: Path, schema: Any, otherwise: dict[str, Any]) -> dict[str, Any]:
+def _json(path: Path, schema: Any, otherwise: dict[str, Any]) -> Any:
     """The object in a file, or what is said where there is none; a damaged one is a failure that names the damage."""
+    content = read_json(path)
+    if content is None:
+        return otherwise
+    content = _writable(content)
     try:
-        content = schemas.read(path, schema)
+        schemas.check(content, schema, path.name)
     except schemas.Damaged as error:
-        return {"status": "failed", "error": writable(str(error))} if otherwise else {}
-    return otherwise if content is None else _writable(content)
+        return {"status": "failed", "error": str(error)} if otherwise else {}
+    return content
 
 
 def _overrides(folder: Path) -> list[str]:
