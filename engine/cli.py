@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -23,18 +22,20 @@ from hydra.core.utils import JobReturn
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from engine import run
 from engine.arguments import UsageError, arranged
 from engine.complaints import check_groups, explain
-from engine.config import CONF, load
+from engine.composition import register_resolvers, run_dir, targets
+from engine.config import AT_MOST, CONF, load
 from engine.console import forgiving
 from engine.errors import Interrupted
 from engine.report.files import UnwritableError
 from engine.runtime import environment, interrupt
 from engine.runtime.verdict import Outcome
+from engine.settings import Settings
 
 if TYPE_CHECKING:
     from engine.report.sweep.rows import Row
@@ -50,26 +51,63 @@ def main() -> int:
             environment.keep_sockets_short()
         except (ValueError, OSError) as error:  # OSError: no folder for temporary files at all
             return report(Outcome("failed", str(error), run.REFUSED))
-        return _join() if environment.joined() else _compose()
+        if environment.joined():
+            return _join()
+        try:
+            environment.check_launcher()
+        except ValueError as error:
+            return report(run.outcome_of(run.SettingsError(str(error))))
+        return _compose()
 
 
 def _join() -> int:
-    """One of the ranks that a launcher started: only rank 0 reads the command line."""
-    from engine.runtime.joined import meeting
-
-    here = meeting()
-    if here.rank != 0:
-        return here.follow()
+    """One of the ranks that a launcher started: rank 0 alone runs the command line."""
     # torch.distributed.launch adds this argument; the environment says the same.
     sys.argv[1:] = [a for a in sys.argv[1:] if not a.startswith(("--local-rank", "--local_rank"))]
+    try:
+        environment.check_launcher()
+        from engine.runtime.joined import meeting
+
+        with interrupt.raising():
+            here = meeting(_limit_s())
+    except (KeyboardInterrupt, ValueError) as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        return report(run.outcome_of(error) if interrupted else run.outcome_of(run.SettingsError(str(error))))
+    if here.rank != 0:
+        return here.follow(lambda: targets(sys.argv[1:]))
+    _next_attempt()
     code = _compose()
     here.close(code, _outcomes[-1].error if _outcomes else None)
     return code
 
 
+def _limit_s() -> float:
+    """How long ranks wait for each other before anything is composed: `timeout_s`, where the command line has it."""
+    for word in reversed(sys.argv):
+        key, _, value = word.partition("=")
+        if key.lstrip("+") == "timeout_s":
+            with suppress(ValueError):
+                return min(max(1.0, float(value)), AT_MOST["timeout_s"])  # NaN: 1
+    return Settings.timeout_s
+
+
+def _next_attempt() -> None:
+    """Give an attempt after the launcher's first a folder of its own: the first one's is kept."""
+    if environment.attempt() == 0:
+        return
+    try:
+        folder = f"{run_dir(sys.argv[1:])}-attempt{environment.attempt()}"
+    except (HydraException, OmegaConfBaseException, OSError, ValueError):
+        return  # it is composed once more, where errors are explained
+    quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
+    sys.argv.append(f"hydra.run.dir='{quoted}'")
+    shown = folder if "${" not in folder else f"one that ends in -attempt{environment.attempt()}"
+    print(f"attempt {environment.attempt()} of the launcher: this run's folder is {shown}", flush=True)
+
+
 def _compose() -> int:
     """Hydra composes and runs the job or the sweep."""
-    OmegaConf.register_new_resolver("engine.token", lambda: secrets.token_hex(3), use_cache=True, replace=True)
+    register_resolvers()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra hands its errors on instead of printing them and exiting
     _outcomes.clear()
     with interrupt.ignored():  # once a job or the sweep was interrupted, that is told

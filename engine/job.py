@@ -1,6 +1,6 @@
 """The frozen work order that every worker gets: settings, programs, split, and what crosses each boundary.
 
-Pure data (no torch), pickled once at start-up by the parent to its own children. Nothing in it is decided again later:
+Pure data (no torch), which travels as such to every rank (`runtime/handover.py`). Nothing in it is decided again later:
 two ranks that hold the same job agree on every message of the run.
 """
 
@@ -26,11 +26,11 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class MessageSpec:
-    """A nesting of tensors: `template` is the nesting with a TensorSpec for each tensor and constants as they are;
-    `leaves` are those of the template, in order."""
+    """A nesting of tensors: `form` is its structure (`runtime/nesting.py`), `leaves` are a TensorSpec for each tensor
+    and constants as they are, in order."""
 
-    template: Any
-    leaves: tuple[Any, ...]
+    form: Any
+    leaves: tuple[TensorSpec | bool | int | float | str | None, ...]
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:

@@ -191,11 +191,13 @@ def _prepared(settings: Settings, start_dir: str, run_dir: str) -> Job:
     from engine.collectives import COLLECTIVES
     from engine.collectives.division import DIVISIONS
     from engine.config import one_of
+    from engine.runtime import handover
     from engine.runtime.prepare import prepare
 
     try:
         _check_launcher(settings)
         one_of("allreduce.name", settings.allreduce.name, [*COLLECTIVES, *DIVISIONS])
+        handover.check(settings)
         return prepare(settings, start_dir, run_dir)
     except ValueError as error:
         raise SettingsError(str(error)) from error

@@ -30,6 +30,19 @@ OURS = Path(__file__).resolve().parent.parent / "models"
 _MARKS = ("_target_", "_partial_", "_args_")
 
 
+def named(value: Any, at: str = "") -> dict[str, Any]:
+    """Every `_target_` in plain data, by its dotted path."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        items = ((f"{at}.{key}" if at else str(key), item) for key, item in value.items())
+    elif isinstance(value, list | tuple):
+        items = ((f"{at}[{index}]", item) for index, item in enumerate(value))
+    found: dict[str, Any] = {}
+    for path, item in items:
+        found |= {path: item} if path.rpartition(".")[2] == "_target_" else named(item, path)
+    return found
+
+
 def prepare_import_path(start_dir: str) -> None:
     """Let `_target_`s name what lies in the folder the program was started from. Calling it again changes nothing.
 

@@ -145,6 +145,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
                                "loss_state: a_copy_changes_nothing_of_the_loss"]),
     "C180": ("synchronised BatchNorm", [
         "changes: synchronised_statistics_are_refused_where_there_is_something_to_synchronise"]),
+    "C177": ("a launcher's next attempt", ["launchers: the_second_attempt_trains_in_a_folder_of_its_own"]),
 }  # fmt: skip
 
 

@@ -16,7 +16,8 @@ import torch
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from engine.collectives import Collective, Group, Ring
-from engine.runtime.environment import joined
+from engine.runtime import rendezvous
+from engine.runtime.environment import check_launcher, joined
 from engine.runtime.transport import Transport
 from engine.runtime.transport.processes import between_processes, without_shared_memory
 from engine.runtime.transport.threads import ThreadHub
@@ -48,7 +49,9 @@ class World:
 
 
 _world: World | None = None
-_launcher: Any = None  # the launcher's store: met once, whatever is opened and closed over it
+_place: rendezvous.Place | None = (
+    None  # among what the launcher started: met once, whatever is opened and closed over it
+)
 _joinings = 0  # all ranks join equally often, and each time under keys of its own
 
 
@@ -98,17 +101,15 @@ def size() -> int:
 
 
 def _store(timeout_s: float) -> Any:
-    global _launcher, _joinings  # noqa: PLW0603
+    global _place, _joinings  # noqa: PLW0603
+    check_launcher()
     if not joined():
         return HashStore()
-    from torch.distributed.rendezvous import rendezvous
-
-    number, count, limit = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=timeout_s)
-    if _launcher is None:
-        _launcher = next(rendezvous("env://", number, count, timeout=limit))[0]
-    _launcher.set_timeout(limit)
+    if _place is None:
+        _place = rendezvous.meet(timeout_s)
+    _place.root.set_timeout(timedelta(seconds=timeout_s))
     _joinings += 1
-    return PrefixStore(f"engine/distributed{_joinings}", _launcher)
+    return PrefixStore(f"distributed{_joinings}", _place.store())
 
 
 def _transport(store: Store, timeout_s: float, device: str) -> Transport:

@@ -7,8 +7,9 @@ executed in the order in which it is written. Every cell is matched as a whole: 
 from __future__ import annotations
 
 import csv
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -21,6 +22,7 @@ _PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 _SHARDING = ("UNSHARD", "RESHARD")  # torch lists them for FSDP whether or not a stage is sharded; nothing to do here
 _ALONE = (Op.REDUCE, Op.GATHER)  # never with a micro-batch; STEP may have one
 _OURS = (Op.STEP, Op.GATHER)  # torch knows neither
+_MOST_DIGITS = 1000  # zeros in front included
 _MAX_STAGE, _MAX_MICROBATCH = 2**23 - 1, 2**32 - 2  # what a packed action holds
 
 
@@ -29,14 +31,24 @@ def parse_action(text: str) -> Action:
     included."""
     match = _ACTION.fullmatch(text.strip())
     if match is None or match[2] in _SHARDING:
-        raise ValueError(f"{text!r} is not an action; expected stage, operation, micro-batch as in 2F0 or 1SEND_F3")
+        raise ValueError(
+            f"{_short(text)} is not an action; expected stage, operation, micro-batch as in 2F0 or 1SEND_F3"
+        )
     op = Op(NAMES.index(match[2]))
     if bool(match[3]) != (op not in _ALONE) and op is not Op.STEP:
-        raise ValueError(f"{text!r} is not an action: {match[2]} takes {'no' if match[3] else 'a'} micro-batch")
+        raise ValueError(f"{_short(text)} is not an action: {match[2]} takes {'no' if match[3] else 'a'} micro-batch")
+    if max(len(match[1]), len(match[3])) > _MOST_DIGITS:
+        raise ValueError(f"{_short(text)} is out of range: it has {len(text)} characters")
     stage, microbatch = int(match[1]), int(match[3]) if match[3] else NO_MICROBATCH
     if stage > _MAX_STAGE or microbatch > _MAX_MICROBATCH:
-        raise ValueError(f"{text!r} is out of range: stages go to {_MAX_STAGE}, micro-batches to {_MAX_MICROBATCH}")
+        raise ValueError(
+            f"{_short(text)} is out of range: stages go to {_MAX_STAGE}, micro-batches to {_MAX_MICROBATCH}"
+        )
     return Action(stage, op, microbatch)
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= 80 else f"{text[:60]!r}..."
 
 
 def parse_cell(text: str) -> tuple[Action, ...]:
@@ -47,7 +59,7 @@ def parse_cell(text: str) -> tuple[Action, ...]:
     if pair := _PAIR.fullmatch(text):
         first, second = parse_action(pair[1]), parse_action(pair[2])
         if first.op not in COMPUTE or second.op not in COMPUTE:
-            raise ValueError(f"{text!r} overlaps something that is not a computation (F, B, I, W)")
+            raise ValueError(f"{_short(text)} overlaps something that is not a computation (F, B, I, W)")
         return first._replace(fused=True), second
     return (parse_action(text),)
 
@@ -82,8 +94,8 @@ def from_csv(text: str, placement: Placement | None = None, name: str = "csv") -
 
     Raises ValueError with row and cell for what is not an action, and where no placement fits.
     """
-    rows = []
-    for rank, row in enumerate(csv.reader(text.splitlines())):
+    rows: list[list[Action]] = []
+    for rank, row in enumerate(_cells_of(text)):
         actions: list[Action] = []
         for column, cell in enumerate(row):
             try:
@@ -97,6 +109,20 @@ def from_csv(text: str, placement: Placement | None = None, name: str = "csv") -
     microbatches = 1 + max(a.microbatch for _, a in compute)
     placement = placement or _infer(compute, len(rows), microbatches)
     return Program.of(name, placement, microbatches, rows)
+
+
+def _cells_of(text: str) -> Iterator[list[str]]:
+    """The rows of a CSV file; ValueError where it is none."""
+    rows = csv.reader(text.splitlines())
+    for number in itertools.count():
+        try:
+            yield next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise ValueError(
+                f"row {number} is none of a program's, one action per cell as in 0F0,0F1: {error}"
+            ) from None
 
 
 def _infer(compute: Sequence[tuple[int, Action]], ranks: int, microbatches: int) -> Placement:

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+MOST_DEPTH = 64  # of what is read: nothing that was written is nested as deep, and every level takes some stack
+
 
 class UnwritableError(Exception):
     """A run folder that was deleted or made read-only while the run used it, or whose disk is full."""
@@ -59,9 +61,20 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """The object in such a file; None where there is none that can be read."""
     try:
         content = json.loads(path.read_text(errors="replace"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    return content if isinstance(content, dict) else None
+    return content if isinstance(content, dict) and not _deeper(content, MOST_DEPTH) else None
+
+
+def _deeper(content: Any, levels: int) -> bool:
+    """Whether plain data is nested deeper than so many levels."""
+    row = [content]
+    for _ in range(levels):
+        row = [item for each in row for item in (each.values() if isinstance(each, dict) else each)]
+        row = [item for item in row if isinstance(item, dict | list)]
+        if not row:
+            return False
+    return True
 
 
 def _finite(value: Any) -> Any:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from engine.plan.actions import Op, Program
 from engine.plan.schedules import build
 from engine.plan.summary import CSV_NAME
+from engine.report import schemas
 from engine.report.costs import COSTS_NAME, VERSION
 from engine.report.files import read_json
 from engine.report.sweep.rows import is_sweep, job_folders
@@ -101,25 +102,24 @@ class Measured:
 def read(folder: Path | str) -> Measured:
     """What the run of a folder has measured. ValueError, in one line with the remedy, where that is not enough."""
     folder = Path(folder)
-    summary = read_json(folder / "summary.json")
+    try:
+        return _of_run(folder)
+    except schemas.Damaged as error:
+        raise ValueError(f"the files in {folder} are not those of a whole run ({error}): run it again") from error
+
+
+def _of_run(folder: Path) -> Measured:
+    summary = schemas.read(folder / "summary.json", schemas.Summary)
     if summary is None:
         raise ValueError(_no_run(folder))
     if summary.get("mode") == "plan":
         raise ValueError(f"{folder} is a plan, for which nothing was measured: train with the same keys (mode=train)")
-    try:
-        return _of_run(folder, summary)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"the files in {folder} are not those of a whole run ({type(error).__name__}: {error}): run it again"
-        ) from error
-
-
-def _of_run(folder: Path, summary: Mapping[str, Any]) -> Measured:
-    if summary["status"] == "failed":
+    if summary.get("status") == "failed":
         raise ValueError(f"the run in {folder} failed ({_first_line(summary)}): give one that completed")
+    schemas.check(summary, schemas.RunSummary, "summary.json")
     if summary["asynchronous"] is not None:
         raise ValueError(
-            f"the run in {folder} is asynchronous (schedule {summary['schedule']}), and its steps overlap: "
+            f"the run in {folder} is asynchronous (schedule {summary.get('schedule')}), and its steps overlap: "
             "predictions start from a synchronous schedule, such as schedule=1f1b"
         )
     if (summary["data_parallel"] or {}).get("mode") == "async":
@@ -127,8 +127,8 @@ def _of_run(folder: Path, summary: Mapping[str, Any]) -> Measured:
             f"the run in {folder} has asynchronous replicas (data_parallel.mode=async), which share no step: "
             "predictions start from data_parallel.mode=sync, or from one replica"
         )
-    raw, config = read_json(folder / COSTS_NAME), read_json(folder / "config.json")
-    if raw is None or config is None or summary["step_time"]["median"] is None:
+    raw, config = read_json(folder / COSTS_NAME), schemas.read(folder / "config.json", schemas.Config)
+    if raw is None or config is None or summary["step_time"].get("median") is None:
         raise ValueError(
             f"{folder} holds no measured costs ({COSTS_NAME}): no whole step of the run was traced, or its program "
             "is too large for that; run it again with trace.every=1"
@@ -137,8 +137,13 @@ def _of_run(folder: Path, summary: Mapping[str, Any]) -> Measured:
         raise ValueError(
             f"{folder / COSTS_NAME} has version {raw.get('version')}, and this engine reads {VERSION}: run it again"
         )
+    schemas.check(raw, schemas.Costs, COSTS_NAME)
     if raw["schedule"] == "csv":  # the run's own copy: the file that it was given may be gone, or another by now
         raw = {**raw, "options": {**raw["options"], "path": str(folder / CSV_NAME)}}
+    schemas.check_costs(raw, COSTS_NAME)
+    held = summary.get("memory")
+    if held is not None and any(len(sizes) != raw["ranks"] for sizes in held.values()):
+        raise schemas.Damaged(f"summary.json is damaged: memory is not that of {raw['ranks']} ranks")
     return _measured(folder, summary, config, raw)
 
 

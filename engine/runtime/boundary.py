@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from engine.errors import a_type, printable
 from engine.job import MessageSpec, TensorSpec
+from engine.runtime.nesting import LEAF, form_of, template
 
 _MAGIC = 0x0050_4950_454C_494E
 _HEAD = struct.Struct("=5q")  # magic, then what `Header` names, then the bytes of the whole message
@@ -81,8 +82,7 @@ def _outline(value: Any) -> str:
 
 def describe(value: Any) -> MessageSpec:
     """The spec of a nesting of (real or fake) tensors and constants."""
-    template = pytree.tree_map(_leaf, value)
-    return MessageSpec(template, tuple(pytree.tree_leaves(template)))
+    return MessageSpec(form_of(value), tuple(map(_leaf, pytree.tree_leaves(value))))
 
 
 def _leaf(leaf: Any) -> Any:
@@ -97,7 +97,7 @@ def _leaf(leaf: Any) -> Any:
 
 
 def _is_constant(leaf: Any) -> bool:
-    return leaf is None or isinstance(leaf, bool | int | float | str)
+    return leaf is None or type(leaf) in (bool, int, float, str)
 
 
 def shapes(value: Any) -> str:
@@ -235,8 +235,10 @@ class Message:
 
     def __init__(self, spec: MessageSpec) -> None:
         self.spec = spec
-        self.tree = pytree.tree_structure(spec.template)
-        self._single = isinstance(spec.template, TensorSpec)  # by far the most frequent: needs no tree
+        self.tree = pytree.tree_structure(template(spec))
+        self._single = spec.form == LEAF and isinstance(
+            spec.leaves[0], TensorSpec
+        )  # by far the most frequent: needs no tree
         self._first = next(((t.shape, getattr(torch, t.dtype), t.requires_grad) for t in spec.tensors), None)
         self.forward = Layout(spec.tensors)
         self.backward = Layout([t for t in spec.tensors if t.requires_grad])
@@ -249,7 +251,7 @@ class Message:
             return _difference(value, self.spec.leaves[0])
         leaves, tree = pytree.tree_flatten(value)
         if tree != self.tree:
-            found, expected = _outline(value), _outline(self.spec.template)
+            found, expected = _outline(value), _outline(template(self.spec))
             return Difference(f"the structure {found} instead of {expected}", _ADVICE["structure"])
         for index, (leaf, want) in enumerate(zip(leaves, self.spec.leaves, strict=True)):
             if difference := _difference(leaf, want):

@@ -11,11 +11,55 @@ LONGEST_TEMPORARY = 60  # bytes; a Unix socket's path has 107, and multiprocessi
 SHORT_TEMPORARIES = ("/tmp", "/var/tmp", "/dev/shm")
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
+_ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 
 
 def joined() -> bool:
     """Whether a launcher started this process as one rank of several."""
-    return all(name in os.environ for name in LAUNCHER)
+    return all(os.environ.get(name) for name in LAUNCHER)
+
+
+def check_launcher() -> None:
+    """ValueError where a launcher's variables are there in part only, or say what cannot be."""
+    given = [name for name in LAUNCHER if os.environ.get(name)]
+    missing = [name for name in LAUNCHER if name not in given]
+    if missing and {"RANK", "WORLD_SIZE"} & {*given}:  # the address alone is in many an environment
+        raise ValueError(
+            f"{_shown(*given)} in the environment, as a launcher sets it, without {', '.join(missing)}: set all, or "
+            f"start through torchrun; unset {', '.join(given)} where the engine is to start its own ranks"
+        )
+    if missing:
+        return
+    world, rank = _number("WORLD_SIZE", 1), _number("RANK", 0)
+    if rank >= world:
+        raise ValueError(f"RANK={rank} does not exist where WORLD_SIZE={world}: ranks are 0..{world - 1}")
+    _number("MASTER_PORT", 1, 2**16 - 1)
+    for name, least in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), (_ATTEMPT, 0)):
+        if os.environ.get(name):
+            _number(name, least)
+
+
+def _number(name: str, least: int, most: int | None = None) -> int:
+    text = os.environ[name]
+    value = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else -1
+    if value < least or (most is not None and value > most):
+        limits = f"from {least} to {most}" if most is not None else f"of at least {least}"
+        raise ValueError(f"{_shown(name)} is not a whole number {limits}, as a launcher would set it")
+    return value
+
+
+def _shown(*names: str) -> str:
+    return ", ".join(f"{name}={os.environ[name]}" for name in names)
+
+
+def attempt() -> int:
+    """How often the launcher has started this host's ranks anew (torchrun --max-restarts)."""
+    return int(os.environ.get(_ATTEMPT) or "0")
+
+
+def run_id() -> str:
+    """The launcher's name of the run; empty where it has none."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def launched_world() -> int:

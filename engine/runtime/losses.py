@@ -35,6 +35,7 @@ from torch.utils import _pytree as pytree
 
 from engine.errors import a_type, refusing, said
 from engine.job import MessageSpec, TensorSpec
+from engine.runtime.nesting import template
 from engine.targets import build_function, locate, name_of
 
 log = logging.getLogger(__name__)
@@ -311,4 +312,4 @@ def stand_in(output: MessageSpec, device: torch.device) -> Any:
         value = 1 / max(1, *leaf.shape[-1:]) if dtype.is_floating_point else 0
         return torch.full(leaf.shape, value, dtype=dtype, device=device)
 
-    return pytree.tree_map(make, output.template)
+    return pytree.tree_map(make, template(output))

@@ -12,13 +12,13 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from engine.job import Job
-from engine.runtime import cores, position
+from engine.runtime import cores, handover, position
 from engine.runtime import rank as surroundings
 from engine.runtime.meet import client, connect
 
 
-def main(entry: Any, job: Job, rank: int, meeting: Any, pipe: Connection, positions: Any) -> None:
-    """Run one rank of `job`; the exit status is 0 where it succeeded. Called in a fresh process."""
+def main(entry: Any, given: bytes, rank: int, meeting: Any, pipe: Connection, positions: Any) -> None:
+    """Run one rank of the job in `given`; the exit status is 0 where it succeeded. Called in a fresh process."""
     _own_group()  # first: the watch kills the group it is in
     _leave_with_parent()
     position.use(memoryview(positions).cast("B").cast("q")[rank : rank + 1])
@@ -28,6 +28,7 @@ def main(entry: Any, job: Job, rank: int, meeting: Any, pipe: Connection, positi
         with lock:  # a logging thread may post beside the worker
             pipe.send_bytes(record)
 
+    job = handover.read(given)
     surroundings.forward_logging(rank, post)
     cores.limit_threads(job)
     cores.keep_to_cores(job, rank)

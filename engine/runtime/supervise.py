@@ -24,7 +24,7 @@ from typing import Any
 
 from engine.job import Job
 from engine.records import Record, decode
-from engine.runtime import interrupt, position
+from engine.runtime import handover, interrupt, position
 from engine.runtime.verdict import Verdict
 
 SURE_GRACE_S = 0.3  # after an error that is a cause: another rank may have failed a moment earlier
@@ -108,19 +108,19 @@ class Supervisor:
 
     def _start(self) -> None:
         warm_up()
-        forkserver = context()
+        forkserver, given = context(), handover.written(self.job)
         self._positions: MutableSequence[int] = forkserver.RawArray("q", [position.NOWHERE] * self.job.world)
         for rank in range(self.job.world):
             try:
-                self._start_one(forkserver, rank)
+                self._start_one(forkserver, rank, given)
             except (OSError, EOFError) as error:  # EOFError: the fork server has ended
                 raise OSError(_not_started(rank, self.job.world, error)) from error
 
-    def _start_one(self, forkserver: Any, rank: int) -> None:
+    def _start_one(self, forkserver: Any, rank: int, given: bytes) -> None:
         from engine.runtime import process
 
         reader, writer = forkserver.Pipe(duplex=False)
-        arguments = (self.entry, self.job, rank, self.meeting, writer, self._positions)
+        arguments = (self.entry, given, rank, self.meeting, writer, self._positions)
         child = forkserver.Process(target=process.main, args=arguments, name=f"rank {rank}")
         child.start()
         writer.close()

@@ -28,6 +28,7 @@ from engine.runtime.boundary import describe, shapes
 from engine.runtime.inspect import Watch
 from engine.runtime.losses import Loss, stand_in
 from engine.runtime.microbatch import take
+from engine.runtime.nesting import template
 from engine.runtime.source import pair, to_device
 from engine.settings import Settings
 from engine.targets import blaming, build, required
@@ -110,7 +111,7 @@ def try_loss(
 
 def _as_output(output: MessageSpec) -> Any:
     """A stand-in that requires grad where the output does. Not a leaf: a loss may work in place."""
-    wanting = pytree.tree_map(lambda leaf: isinstance(leaf, TensorSpec) and leaf.requires_grad, output.template)
+    wanting = pytree.tree_map(lambda leaf: isinstance(leaf, TensorSpec) and leaf.requires_grad, template(output))
     made = stand_in(output, torch.device("cpu"))
     return pytree.tree_map(lambda leaf, wants: leaf.requires_grad_().clone() if wants else leaf, made, wanting)
 

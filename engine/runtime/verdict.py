@@ -38,7 +38,9 @@ class Verdict:
     ranks: int
     world: int
     errors: list[Meta] = field(default_factory=list)  # metas of `error` records
-    deaths: dict[int, int] = field(default_factory=dict)  # rank -> exit code as multiprocessing gives it
+    deaths: dict[int, int | None] = field(
+        default_factory=dict
+    )  # rank -> exit code as multiprocessing gives it, if known
     positions: dict[int, Place] = field(default_factory=dict)  # rank -> what it was last seen doing
     offsets: dict[int, int] = field(default_factory=dict)  # rank with another clock -> ns to rank 0's
 
@@ -49,7 +51,7 @@ class Verdict:
     def add_error(self, meta: Meta) -> None:
         self.errors.append(meta)
 
-    def add_death(self, rank: int, exit_code: int, position: Place | None = None) -> None:
+    def add_death(self, rank: int, exit_code: int | None, position: Place | None = None) -> None:
         """A process ended that had reported neither its end nor an error."""
         self.deaths[rank] = exit_code
         if position is not None:
@@ -129,7 +131,9 @@ def _place(meta: Meta) -> list[str]:
     return place
 
 
-def _ended(exit_code: int) -> str:
+def _ended(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "went away without a word: its process was killed, or crashed"
     if exit_code >= 0:
         return f"ended with exit status {exit_code} before the run was over"
     if exit_code == -signal.SIGKILL:

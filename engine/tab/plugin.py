@@ -18,12 +18,14 @@ from tensorboard.data import provider
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
+from engine.report import schemas
 from engine.report.bubble import NAMES
 from engine.report.palette import by_name, style
 from engine.report.perfetto import trace_of
 from engine.report.series import PLUGIN, tag_of, unpacked
 from engine.tab.document import measured
 
+MOST_DIGITS = 18  # of a step: it is an int64
 _PAGE = Path(__file__).with_name("page")
 _TYPES = {".js": "text/javascript", ".css": "text/css"}
 
@@ -82,8 +84,8 @@ class PipelinePlugin(base_plugin.TBPlugin):
 
     def _document(self, request: wrappers.Request) -> bytes:
         run, step = request.args.get("run", ""), request.args.get("step", "")
-        if not step.isdecimal():
-            raise errors.InvalidArgumentError(f"step={step!r} is not a number")
+        if not (step.isascii() and step.isdecimal() and len(step) <= MOST_DIGITS):
+            raise errors.InvalidArgumentError(f"step={step[:80]!r} is not the number of a step")
         tag = tag_of(int(step))
         read = self._data.read_tensors(
             plugin_util.context(request.environ),
@@ -105,10 +107,11 @@ def _listed(series: provider.TensorTimeSeries) -> dict[str, Any]:
     """What the list shows of one step; a series that somebody else wrote under our name shows its number only."""
     try:
         said = json.loads(series.plugin_content)
+        schemas.check(said, schemas.About, "a step's line")
         shares = {name: float(said["shares"][name]) for name in NAMES}
-        return {"step": series.max_step, "seconds": float(said["seconds"]), "shares": shares}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, RecursionError):
         return {"step": series.max_step, "seconds": 0.0, "shares": {}}
+    return {"step": series.max_step, "seconds": float(said["seconds"]), "shares": shares}
 
 
 def _get(answer: Callable[[wrappers.Request], wrappers.Response]) -> Any:

@@ -12,11 +12,13 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from engine.report import schemas
 from engine.report.files import read_json
 
 Row = Mapping[str, Any]
 
 _MARKS = ("summary.json", ".hydra", "config.json", "engine.log")  # of a job's folder
+_OURS = ("job", "overrides", "plan")  # of a row, whatever a summary says
 _UNFINISHED = {"status": "unfinished", "error": "left no summary.json: it is still running, or it was killed"}
 _UNREADABLE = {"status": "failed", "error": "left no readable summary.json"}
 
@@ -54,25 +56,33 @@ def _read(folder: Path, name: str) -> Row:
     if not (folder / "summary.json").exists():
         summary: dict[str, Any] = dict(_UNFINISHED)
     else:
-        summary = _json(folder / "summary.json") or dict(_UNREADABLE)
-    if summary.get("mode") == "plan" and (plan := _json(folder / "plan.json")):
+        summary = _json(folder / "summary.json", schemas.Summary, dict(_UNREADABLE))
+        summary = {key: value for key, value in summary.items() if key not in _OURS}
+    if summary.get("mode") == "plan" and (plan := _json(folder / "plan.json", schemas.Plan, {})):
         peaks = [rank["peak_in_flight"] for rank in plan["per_rank"]]
         summary |= {"bubble": {"predicted": plan["bubble_fraction"]}, "peak_in_flight": peaks}
         summary |= {"plan": plan["choice"]}
     return {"job": writable(name), "overrides": _overrides(folder)} | summary
 
 
-def _json(path: Path) -> dict[str, Any] | None:
-    """The object in a file; None where there is none."""
+def _json(path: Path, schema: Any, otherwise: dict[str, Any]) -> Any:
+    """The object in a file, or what is said where there is none; a damaged one is a failure that names the damage."""
     content = read_json(path)
-    return None if content is None else _writable(content)
+    if content is None:
+        return otherwise
+    content = _writable(content)
+    try:
+        schemas.check(content, schema, path.name)
+    except schemas.Damaged as error:
+        return {"status": "failed", "error": str(error)} if otherwise else {}
+    return content
 
 
 def _overrides(folder: Path) -> list[str]:
     """What the job was given on the command line."""
     try:
         words = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text(errors="replace"))
-    except (OSError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return []
     return [writable(str(word)) for word in words] if isinstance(words, list) else []
 

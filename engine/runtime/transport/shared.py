@@ -11,7 +11,7 @@ never full. A tensor that was copied into a slot is done with at once; a slot th
 done with when its message was taken, and who waits for that fills the posted receives of its rank meanwhile.
 
 The two ends meet over a Unix socket without a name in the file system, which then hands over descriptors and tells, by
-closing, that the peer is gone. Only processes of the same user are let in.
+closing, that the peer is gone. Both sides see to it that the other is a process of the same user (`credentials.py`).
 
 Sums over groups are gloo's, as between hosts: they are short (norms, counts), or asked for by name (native).
 """
@@ -23,7 +23,6 @@ import errno
 import os
 import secrets
 import socket
-import struct
 import sys
 import time
 from collections.abc import Sequence
@@ -34,11 +33,10 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from engine.runtime.transport import Channel, Edge, PeerLost, PeerTimeout, Work
+from engine.runtime.transport.credentials import StrangerError, check_ours, is_ours
 from engine.runtime.transport.ends import ReceivingEnd, SendingEnd, introduction
 from engine.runtime.transport.gloo import GlooTransport
 from engine.runtime.transport.waits import ANYWHERE, Waits
-
-_PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group
 
 
 def available() -> bool:
@@ -90,6 +88,10 @@ class SharedMemoryTransport:
         try:
             self._store.wait([self._key(edge.dst)], timedelta(seconds=max(0.001, deadline - time.monotonic())))
             end.connect("\0" + self._store.get(self._key(edge.dst)).decode())
+            check_ours(end, f"connecting {edge}, peer {edge.dst}")
+        except StrangerError:
+            end.close()
+            raise
         except (RuntimeError, OSError) as error:
             end.close()
             what = f"connecting {edge}, peer {edge.dst}"
@@ -140,8 +142,7 @@ def _accept(
         try:
             end, _ = listener.accept()
             end.settimeout(max(0.001, deadline - time.monotonic()))
-            _, user, _ = _PEER.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-            if user != os.geteuid():
+            if not is_ours(end):
                 end.close()
                 continue
             data, handed, _, _ = socket.recv_fds(end, 4096, 3)
