@@ -146,6 +146,9 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "C180": ("synchronised BatchNorm", [
         "changes: synchronised_statistics_are_refused_where_there_is_something_to_synchronise"]),
     "C177": ("a launcher's next attempt", ["launchers: the_second_attempt_trains_in_a_folder_of_its_own"]),
+    "C146": ("layers left out at random", [
+        "messages: a_layer_that_cannot_be_known_before_the_run_is_refused_with_the_remedy",
+        "messages: a_layer_left_out_by_pythons_own_generator_trains"]),
 }  # fmt: skip
 
 

@@ -213,3 +213,74 @@ def test_an_error_in_evaluation_says_so(engine: Engine) -> None:
 )
 def test_a_type_has_its_article(value: object, said: str) -> None:
     assert a_type(value) == said
+
+
+ODD = """
+import random
+import torch
+from torch import nn
+
+class Odd(nn.Linear):
+    def __init__(self, what):
+        super().__init__(16, 16)
+        self.what = what
+
+    def forward(self, x):
+        if self.what == "drawn" and torch.rand(1).item() < 0.5:
+            return x
+        if self.what == "python" and random.random() < 0.5:
+            return x
+        if self.what == "branch" and x.sum() > 0:
+            return x
+        if self.what == "mask":
+            return super().forward(x)[x.sum(1) > -1e9]
+        if self.what == "numpy":
+            return super().forward(torch.from_numpy(x.detach().numpy()))
+        return super().forward(x)
+
+def net(what, **_):
+    kind = {"lazy": lambda: nn.LazyLinear(16), "lazy norm": nn.LazyBatchNorm1d}.get(what, lambda: Odd(what))
+    return [("first", lambda: nn.Linear(16, 16)), ("odd", kind), ("last", lambda: nn.Linear(16, 10))]
+
+def empty(**_):
+    return nn.Sequential()
+
+def none(**_):
+    return []
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "remedy"),
+    [
+        ("drawn", "to leave a layer out at random, draw a factor per sample"),
+        ("branch", "compute both and select by torch.where"),
+        ("mask", "or multiply by a mask"),
+        ("numpy", "use torch's operators"),
+        ("lazy", "A lazy layer finds out its sizes in its first forward, which here is no real one: give it its sizes"),
+        ("lazy norm", "give it its sizes"),
+    ],
+)
+def test_a_layer_that_cannot_be_known_before_the_run_is_refused_with_the_remedy(
+    engine: Engine, what: str, remedy: str
+) -> None:
+    Path("odd_layers.py").write_text(ODD)
+    said = engine("model._target_=odd_layers.net", f"+model.what={what}", *SMALL, "launch=threads")
+    assert said.code == 2
+    line = last_line(said.err)
+    assert line.startswith("error: layer 'odd' ") and remedy in line
+
+
+def test_a_layer_left_out_by_pythons_own_generator_trains(engine: Engine) -> None:
+    Path("odd_layers.py").write_text(ODD)
+    said = engine("model._target_=odd_layers.net", "+model.what=python", *SMALL, "launch=threads", "train.steps=6")
+    assert said.code == 0, said.err
+
+
+@pytest.mark.parametrize(
+    ("what", "said"), [("empty", "returned a Sequential without layers"), ("none", "returned an empty list")]
+)
+def test_a_model_without_layers_is_told_so(engine: Engine, what: str, said: str) -> None:
+    Path("odd_layers.py").write_text(ODD)
+    err = engine(f"model._target_=odd_layers.{what}", *SMALL, "launch=threads").err
+    assert last_line(err).startswith(f"error: model._target_ odd_layers.{what} {said}")

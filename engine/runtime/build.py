@@ -52,13 +52,19 @@ def model_layers(config: Mapping[str, Any]) -> list[tuple[str, Callable[[], nn.M
     if isinstance(made, nn.Sequential):
         if more := _beyond_children(made):
             raise ValueError(
-                f"model._target_ {config.get('_target_')} returned a {type(made).__name__} with {more}, which is lost "
+                f"model._target_ {config.get('_target_')} returned {a_type(made)} with {more}, which is lost "
                 "where its children run on different ranks: return a list of (dotted name, function that builds the "
                 "layer) instead, with that inside a layer"
+            )
+        if not len(made):
+            raise ValueError(
+                f"model._target_ {config.get('_target_')} returned {a_type(made)} without layers: add some"
             )
         # Not named_children(), which leaves out the second use of a module.
         return [(name, lambda child=child: child) for name, child in made._modules.items()]  # type: ignore[misc]
     layers = list(made) if isinstance(made, list | tuple) else []
+    if made == []:
+        raise ValueError(f"model._target_ {config.get('_target_')} returned an empty list: a model has layers")
     if not layers or not all(isinstance(x, tuple) and len(x) == 2 and callable(x[1]) for x in layers):
         raise ValueError(
             f"model._target_ {config.get('_target_')} returned {a_type(made)}; "

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 
-from engine.errors import a_type, cause, refusing, said
+from engine.errors import a_type, cause, message_of, refusing, said
 from engine.job import Layer, MessageSpec
 from engine.runtime.boundary import Message, describe, shapes
 from engine.runtime.changes import Changes, Holdings, memory_of
@@ -184,7 +184,7 @@ class FakeModel:
     def _through(self, index: int, module: nn.Module, value: Any, rows: int) -> Any:
         where = f"layer {self.names[index]!r} fails on a micro-batch of {rows} samples (its input: {shapes(value)})"
         held = Holdings(module)
-        with refusing(lambda error: f"{where}: {said(error)}"), Watch() as watch, held.saving():
+        with refusing(lambda error: f"{where}: {said(error)}{_remedy(error)}"), Watch() as watch, held.saving():
             result = module(value)
         if torch.is_grad_enabled() and any(found := held.changes(watch.written)):
             self.changes[index] = found
@@ -224,8 +224,24 @@ def _refuse_shared(names: Sequence[str], modules: Sequence[nn.Module]) -> None:
                 )
 
 
+def _remedy(error: BaseException) -> str:
+    """What to do about an error of a layer in which torch names only its own inside; empty where nothing is known."""
+    text = message_of(error)
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return (
+            ". A value decides here what is computed, or of which shape (`if`, item(), tolist(), nonzero(), a mask as "
+            "an index), and shapes must be known before the run: compute both and select by torch.where, or multiply "
+            "by a mask; to leave a layer out at random, draw a factor per sample"
+        )
+    if "UninitializedParameter" in text or "UninitializedBuffer" in text:
+        return ". A lazy layer finds out its sizes in its first forward, which here is no real one: give it its sizes"
+    if ".numpy()" in text:
+        return ". What leaves torch in a forward can be neither traced nor differentiated: use torch's operators"
+    return ""
+
+
 def _built(name: str, factory: Callable[[], nn.Module]) -> nn.Module:
-    with refusing(lambda error: f"layer {name!r} cannot be built: {said(error)}"):
+    with refusing(lambda error: f"layer {name!r} cannot be built: {said(error)}{_remedy(error)}"):
         module = factory()
     if not isinstance(module, nn.Module):
         raise ValueError(f"the factory of layer {name!r} returned {a_type(module)}, not an nn.Module")
