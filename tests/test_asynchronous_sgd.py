@@ -177,6 +177,7 @@ DROPOUT = {"_target_": "toys.mlp4", "p": 0.3, "loss": {"_target_": "toys.TokenLo
         (3, 1, "gpipe", {"data": SEVEN, "global_batch_size": 6}),  # every other batch leaves two without samples
     ],
 )
+@pytest.mark.slow(keep=5)
 def test_training_is_a_replay_of_the_pushes_bit_for_bit(
     replicas: int, ranks: int, schedule: str, changes: dict[str, Any]
 ) -> None:
@@ -232,6 +233,7 @@ def test_without_staleness_plain_sgd_at_one_rth_of_the_rate_is_synchronous(
 
 @pytest.mark.parametrize("server", SERVERS)
 @pytest.mark.parametrize("bound", [0, 2, None])
+@pytest.mark.slow(keep=5)
 def test_no_push_is_staler_than_the_bound_allows(server: str, bound: int | None) -> None:
     ran = run_threads(asynchronous(3, server, bound, steps=8))
     told = pushes(ran)
@@ -347,6 +349,7 @@ def test_whoever_is_held_back_hears_of_it_before_its_patience_ends() -> None:
     same_everywhere(ran)
 
 
+@pytest.mark.slow
 def test_digits_are_learnt_without_a_barrier() -> None:
     model = {"_target_": "models.mlp.mlp", "features": 192, "loss": {"_target_": "torch.nn.CrossEntropyLoss"}}
     data = {"_target_": "models.data.Digits", "size": 8, "evaluation": {"split": "test"}}
@@ -428,6 +431,7 @@ SMALL = [
 
 @pytest.mark.process
 @pytest.mark.parametrize("transport", ["shared_memory", "gloo"])
+@pytest.mark.slow
 def test_processes_push_to_a_shard_on_each(transport: str, tmp_path: Path) -> None:
     wanted = ["allreduce=sharded_parameter_server", "data_parallel.max_staleness=1", "train.steps=4", "eval.every=2"]
     process = engine_process([*SMALL, *wanted, f"transport={transport}", "delay.ranks=[[2,8]]"], tmp_path)
@@ -444,6 +448,7 @@ def test_processes_push_to_a_shard_on_each(transport: str, tmp_path: Path) -> No
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_killed_server_ends_the_run(tmp_path: Path) -> None:
     process = engine_process([*SMALL, "allreduce=parameter_server", "train.steps=100000"], tmp_path)
     log, deadline = "", time.monotonic() + LIMIT_S

@@ -266,6 +266,7 @@ def test_blocks_of_traced_steps_are_compared_with_the_blocks_after_them() -> Non
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_run_alternates_between_traced_blocks_and_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "PAIRS", 1)
     seconds = tracing.seconds_of_steps(tracing.TINY, 2)

@@ -69,6 +69,7 @@ def test_a_small_world_of_threads_is_measured_and_summed_up() -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_the_command_measures_gloo_in_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

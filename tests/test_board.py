@@ -250,6 +250,7 @@ def test_too_large_programs_leave_no_documents_but_bubbles(tmp_path: Path, monke
     assert [event.step for event in found.Scalars("bubble/predicted")] == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_the_event_file_of_a_long_run_stays_small(tmp_path: Path) -> None:
     """Ten thousand steps: of loss and speed every point, of ranks, histograms and documents ever fewer."""
     steps, of = 10_000, recorded.job("gpipe", 2, 2)

@@ -102,6 +102,7 @@ def _noted(issued: list[Any], what: Any, call: Any) -> Any:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b"])
+@pytest.mark.slow(keep=1)
 def test_the_order_of_all_communication_does_not_depend_on_time(schedule: str) -> None:
     chunks = {"chunks": 2} if schedule == "interleaved_1f1b" else {}
     wanted = settings(schedule, 2, 4, replicas=2, steps=6, model=MLP, allreduce=SMALL)
@@ -145,6 +146,7 @@ def test_what_only_an_early_microbatch_touched_starts_at_reduce() -> None:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 10**6])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b", "zb_v"])
+@pytest.mark.slow(keep=4)
 def test_training_is_that_of_one_process_whatever_the_buckets(schedule: str, bucket_bytes: int) -> None:
     options = {"chunks": 2} if schedule == "interleaved_1f1b" else {}
     wanted = settings(schedule, 2, 4, replicas=2, model=MLP, allreduce=AllReduce(bucket_bytes=bucket_bytes))

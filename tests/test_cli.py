@@ -128,6 +128,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("override", WRONG)
+@pytest.mark.slow(keep=16)
 def test_wrong_input_is_refused_by_name(override: str, engine: Engine, trained: list[object], tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     said = engine(override)

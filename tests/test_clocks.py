@@ -210,6 +210,7 @@ def two_hosts(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(not shutil.which("unshare") or not shutil.which("ip"), reason="needs unshare and ip")
+@pytest.mark.slow
 def test_two_networks_and_a_shifted_clock(tmp_path: Path) -> None:
     probe = two_hosts()
     if probe.returncode:

@@ -100,6 +100,7 @@ def test_too_few_files_are_refused_before_a_worker_starts(engine: Engine, monkey
     assert not (said.runs[0] / run.CONFIG_NAME).exists()
 
 
+@pytest.mark.slow
 def test_somewhat_more_files_are_enough(tmp_path: Path) -> None:
     """What is counted is not far from what is used: a channel has a segment or two besides."""
     limit = 46 + 2 * 6 + 6

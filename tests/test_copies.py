@@ -73,6 +73,7 @@ def steps_of(ran: Ran) -> list[Step]:
 @each
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(("optimizer", "allreduce"), [(SGD, "ring"), (ADAM, "native")], ids=["sgd-ring", "adam-native"])
+@pytest.mark.slow(keep=3)
 def test_equals_one_process_and_copies_stay_equal(
     schedule: str, ranks: int, microbatches: int, replicas: int, optimizer: dict[str, Any], allreduce: str
 ) -> None:
@@ -99,6 +100,7 @@ def test_equals_one_process_and_copies_stay_equal(
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(("schedule", "ranks", "microbatches"), [("dualpipe", 2, 4), ("chimera", 4, 4)])
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.slow(keep=3)
 def test_every_parameter_is_counted_once(
     schedule: str, ranks: int, microbatches: int, replicas: int, clip_norm: float | None
 ) -> None:
@@ -210,6 +212,7 @@ def test_dropout_and_accumulation_equal_one_process(accumulate: int) -> None:
         ("chimera", ["pipeline.ranks=2", "data_parallel.replicas=2", "allreduce=native"]),
     ],
 )
+@pytest.mark.slow
 def test_in_processes_of_its_own(schedule: str, layout: list[str], engine: Engine, tmp_path: Path) -> None:
     """gloo: the losses and the evaluation of 1f1b with threads, and all files."""
     common = ["model=mlp", "model.features=16", "model.hidden=8", "data=synthetic", "data.shape=[16]", "precision=fp64"]

@@ -21,6 +21,7 @@ def items(data: Dataset[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
 # ---- digits ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_digits_are_those_of_scikit_learn() -> None:
     """At their own size and before normalisation, every picture of the two splits is one of scikit-learn's, once."""
     from sklearn.datasets import load_digits

@@ -102,6 +102,7 @@ def test_a_slow_data_set_has_the_same_samples() -> None:
         ("delay.ranks=[[0,5,0.5]]", "[0,5,0.5] delays nothing"),
     ],
 )
+@pytest.mark.slow(keep=5)
 def test_wrong_delays_are_refused(engine: Engine, key: str, said: str) -> None:
     ended = engine("model=sleep", "data=synthetic", "launch=threads", key)
     assert ended.code == run.REFUSED and said in ended.err and ended.err.count("\n") == 1

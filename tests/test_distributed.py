@@ -410,6 +410,7 @@ PORTED = {  # four lines: two are new, two are changed
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_plain_loop_is_ported_by_changing_four_lines(tmp_path: Path) -> None:
     ported = PLAIN
     for before, after in PORTED.items():

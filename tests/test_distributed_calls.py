@@ -241,6 +241,7 @@ for training in range(3):
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_ranks_may_leave_and_meet_again(tmp_path: Path) -> None:
     (tmp_path / "again.py").write_text(AGAIN)
     done = subprocess.run(

@@ -52,6 +52,7 @@ def test_a_tree_is_read_as_it_is_drawn() -> None:
     assert described(tree) == {"a", "a/b.py", "a/c.py", "a/d", "a/d/e", "f.py"}
 
 
+@pytest.mark.slow(keep=240)
 def test_architecture_describes_every_file() -> None:
     # The choices of a group are not listed one by one.
     named = {
@@ -91,6 +92,7 @@ def test_keys_and_their_defaults_are_those_of_the_configuration() -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_the_example_of_a_users_own_files_runs(tmp_path: Path) -> None:
     files = re.findall(r"^`([\w/.]+)`\n\n```\w+\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     assert {name for name, _ in files} > {"my_model.py", "conf/model/tower.yaml"}

@@ -70,6 +70,7 @@ def test_every_worker_is_a_process_of_its_own_group(records: list[Record]) -> No
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_ends_fifty_times(records: list[Record]) -> None:
     for _ in range(50):
         records.clear()
@@ -127,6 +128,7 @@ def test_a_worker_that_cannot_be_started_says_what_it_needs(
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_frozen_rank_is_named(records: list[Record]) -> None:
     outcome = run(launched.frozen, records)
     assert outcome.error is not None and outcome.error.startswith("rank 2 went silent")

@@ -121,6 +121,7 @@ OTHERS: dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]] = {
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss by both the batch size:UserWarning")
 @pytest.mark.parametrize("name", OTHERS)
 @given(cuts=cut_lists)
+@pytest.mark.slow(keep=14)
 def test_the_others_in_pieces_are_torchs_mean(name: str, cuts: list[int]) -> None:
     loss, as_target = OTHERS[name]
     output, target = numbers(11, 5), as_target(numbers(11, 5, seed=2))

@@ -21,6 +21,7 @@ CONFIG = "_target_: models.own.net\nwidth: 8\nloss: {_target_: torch.nn.CrossEnt
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_folder_of_ones_own_is_seen_by_every_process(tmp_path: Path) -> None:
     """Folders called as ours are, one with an `__init__.py` that must not be taken for ours; loaders in processes."""
     files = {

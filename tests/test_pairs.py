@@ -91,6 +91,7 @@ def wanted(schedule: str, ranks: int, microbatches: int, how: str | None = None,
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(("schedule", "ranks", "microbatches"), PAIRED)
+@pytest.mark.slow(keep=3)
 def test_trains_as_without(schedule: str, ranks: int, microbatches: int, how: str) -> None:
     """Bitwise, whatever is done first: a backward adds to gradients, a forward only reads weights."""
     given = wanted(schedule, ranks, microbatches, how)
@@ -122,6 +123,7 @@ def with_pairs(program: Program, rng: random.Random) -> Program:
 
 @examples(max_examples=15)
 @given(executed(), st.integers(0, 2**32), st.sampled_from(HOW))
+@pytest.mark.slow
 def test_any_pairs_of_any_program_train_as_without(program: Program, seed: int, how: str) -> None:
     """Whatever is paired, and in two directions too; only a forward with a backward is done together."""
     program = with_pairs(program, random.Random(seed))

@@ -61,6 +61,7 @@ def compare(ran: Ran, wanted: Settings) -> None:
 @either
 @each
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.slow(keep=7)
 def test_equals_the_delayed_updates_of_one_process_bitwise(
     ranks: int, schedule: dict[str, Any], optimizer: dict[str, Any]
 ) -> None:
@@ -70,6 +71,7 @@ def test_equals_the_delayed_updates_of_one_process_bitwise(
 
 
 @each
+@pytest.mark.slow(keep=2)
 def test_a_run_drains_for_each_evaluation_and_at_the_end(schedule: dict[str, Any]) -> None:
     """Windows of 3, 3 and 2 updates: each begins with nothing in flight and one version of the weights."""
     held_out = {"_target_": "toys.Tokens", "samples": 60, "evaluation": {"samples": 23}}
@@ -131,6 +133,7 @@ def test_the_rate_of_each_update_is_the_schedulers(schedule: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @each
+@pytest.mark.slow(keep=4)
 def test_a_layer_that_is_recomputed_reads_the_weights_of_its_forward(schedule: dict[str, Any], reentrant: bool) -> None:
     """The trap: a swap of the weights around the forward alone lets the recomputation read newer ones, silently."""
     model = {"_target_": "toys.mlp4", "loss": {"_target_": "toys.TokenLoss"}}
@@ -237,6 +240,7 @@ def test_a_replica_without_samples_is_refused() -> None:
         prepare(wanted, ".", ".")
 
 
+@pytest.mark.slow
 def test_a_window_too_long_to_be_proven_is_refused() -> None:
     wanted = asynchronous(PIPEDREAM, 2, steps=10**6)
     with pytest.raises(ValueError, match=r"1,000,000 micro-batches .* 524,288 are possible: drain more often"):
@@ -280,6 +284,7 @@ def test_the_report_says_what_kind_of_training_it_was(
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_processes_train_as_threads_do(tmp_path: Path) -> None:
     """One real run: two replicas, an evaluation in the middle."""
     process = engine_process([*RUN, f"hydra.run.dir={tmp_path}"], tmp_path)

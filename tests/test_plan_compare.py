@@ -87,6 +87,7 @@ def test_a_single_plan_keeps_to_the_limit_too(engine: Engine) -> None:
         ("plan.limit=3", ["plan.limit", "plan.memory_limit"]),
     ],
 )
+@pytest.mark.slow(keep=2)
 def test_mistakes_are_refused_by_name(override: str, parts: list[str], engine: Engine) -> None:
     said = engine(*SIZES, override)
     assert said.code == run.REFUSED and "Traceback" not in said.err
@@ -100,6 +101,7 @@ def test_a_comparison_trains_nothing(engine: Engine, monkeypatch: pytest.MonkeyP
     assert said.code == run.REFUSED and "add mode=plan" in said.err
 
 
+@pytest.mark.slow
 def test_a_sweep_of_plans_ends_with_the_same_comparison(engine: Engine) -> None:
     """For each size the cheapest first, and what was refused last, with its reason."""
     said = engine(
@@ -114,6 +116,7 @@ def test_a_sweep_of_plans_ends_with_the_same_comparison(engine: Engine) -> None:
     assert "keeps 8 activations, more than plan.memory_limit=7" in table
 
 
+@pytest.mark.slow
 def test_a_sweep_shows_asynchronous_plans_in_their_steady_state(engine: Engine) -> None:
     """As `plan.compare` does: no bubble, and as many versions of the weights as there are ranks."""
     said = engine("-m", *SIZES, "schedule=pipedream,1f1b")

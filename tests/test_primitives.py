@@ -129,6 +129,7 @@ def test_all_gather_into_lists_and_tensors(world: int, shape: Any, dtype: Any, s
 
 @settings(max_examples=60)
 @given(world=worlds, dtype=st.sampled_from(MOVED), seed=st.integers(0, 2**32))
+@pytest.mark.slow
 def test_all_to_all_transposes(world: int, dtype: torch.dtype, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randint(0, 4, (world, world), generator=generator).tolist()
@@ -461,6 +462,7 @@ def both(transport: Transport, pipe: Any) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_equal_to_torch_distributed_over_gloo(tmp_path: Path) -> None:
     with processes(3, both, timeout_s=30) as started:
         for _, pipe in started:

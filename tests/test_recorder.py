@@ -56,6 +56,7 @@ def test_the_loss_is_over_what_was_counted_not_over_processes(ranks: int, replic
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 3), st.integers(1, 3))
+@pytest.mark.slow
 def test_records_may_come_in_any_order(chance: random.Random, ranks: int, replicas: int) -> None:
     """A rank's own records stay in order; ranks run ahead of each other."""
     of = recorded.job("gpipe", ranks, 4, replicas)

@@ -31,6 +31,7 @@ def expected(request: pytest.FixtureRequest) -> Expected:
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.slow(keep=11)
 def test_training_equals_one_process_with_each_all_reduce(name: str, expected: Expected) -> None:
     replicas, (state, losses) = expected
     ran = run_threads(replace(base(replicas), allreduce=AllReduce(name, bucket_bytes=300)))
@@ -107,6 +108,7 @@ def test_without_a_launcher_all_replicas_are_on_one_host() -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_processes_train_alike_whatever_the_all_reduce(tmp_path: Path) -> None:
     """Trees with channels of their own, and one that measures first: three replicas, over what the host has."""
     small = ["model=mlp", "data=synthetic", "model.features=16", "data.shape=[16]", "data.samples=64", "eval.every=0"]

@@ -27,6 +27,7 @@ SCHEDULES = ("naive", "gpipe", "1f1b")
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 4), (3, 2), (4, 8), (4, 2)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.slow(keep=10)
 def test_in_flight_is_exactly_the_schedules(schedule: str, ranks: int, microbatches: int) -> None:
     """Live graphs, counted by weak references to the real outputs' graphs, not by the engine."""
     alive: list[dict[int, int]] = [{"now": 0, "peak": 0} for _ in range(ranks)]  # type: ignore[misc]
@@ -84,6 +85,7 @@ def test_memory_of_1f1b_is_flat_in_microbatches() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.slow
 def test_memory_does_not_grow_with_steps(schedule: str) -> None:
     """C071: when all ranks have done their steps, as many tensors are alive whether those were few or many, but for
     messages that are kept to be used again: as many as once were under way together."""
@@ -100,6 +102,7 @@ def test_memory_does_not_grow_with_steps(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["transposed", "sliced", "expanded", "dict", "hollow"])
+@pytest.mark.slow(keep=3)
 def test_unusual_boundaries(how: str) -> None:
     model = {"_target_": "toys.odd_boundary", "how": how, "loss": {"_target_": "toys.TokenLoss"}}
     base = settings("1f1b", 2, 3, model=model, partition={"name": "manual", "split": ["begins"]}, global_batch_size=7)
@@ -192,6 +195,7 @@ def test_short_last_batches_train(replicas: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 7])
+@pytest.mark.slow(keep=2)
 def test_small_batches_train(batch: int) -> None:
     """Every number of micro-batches that fits, replicas with unequal shares, a shorter last batch of an epoch."""
     for replicas in range(1, min(batch, 3) + 1):

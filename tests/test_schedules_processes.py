@@ -60,6 +60,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
 
 
 @each
+@pytest.mark.slow
 def test_the_losses_are_those_of_one_process(schedule: str, jobs: dict[str, Job]) -> None:
     job = jobs[schedule]
     _, losses = plain(from_plain(job.json("config.json")), microbatched=True)
@@ -86,6 +87,7 @@ def test_the_trace_shows_the_program_and_its_messages(schedule: str, jobs: dict[
 
 
 @each
+@pytest.mark.slow(keep=9)
 def test_report_picture_and_memory(schedule: str, jobs: dict[str, Job]) -> None:
     job = jobs[schedule]
     summary, plan = job.summary, job.json("plan.json")

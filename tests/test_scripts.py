@@ -66,6 +66,7 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
+@pytest.mark.slow
 def test_first_call_installs_and_second_does_not(checkout: Checkout) -> None:
     code, said = checkout.call("run", "schedule=gpipe")
     assert code == 0
@@ -78,6 +79,7 @@ def test_first_call_installs_and_second_does_not(checkout: Checkout) -> None:
     assert all("-c" in line and "constraints.txt" in line for line in checkout.calls("-m pip"))
 
 
+@pytest.mark.slow
 def test_run_passes_arguments_on_in_the_callers_folder(checkout: Checkout, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
@@ -85,12 +87,14 @@ def test_run_passes_arguments_on_in_the_callers_folder(checkout: Checkout, tmp_p
     assert checkout.calls("-m engine") == [f"{folder}|-m engine schedule=1f1b model.name=a b"]
 
 
+@pytest.mark.slow
 def test_test_passes_arguments_on_in_the_checkout(checkout: Checkout, tmp_path: Path) -> None:
     checkout.call("test", "-k", "ring", cwd=tmp_path)
     assert checkout.calls("-m pytest") == [f"{checkout.root}|-m pytest -k ring"]
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
+@pytest.mark.slow
 def test_a_change_of_the_requirements_installs_again_into_the_same_environment(checkout: Checkout, name: str) -> None:
     checkout.call("run")
     with (checkout.root / name).open("a") as file:
@@ -100,6 +104,7 @@ def test_a_change_of_the_requirements_installs_again_into_the_same_environment(c
     assert len(checkout.calls("-m venv")) == 1
 
 
+@pytest.mark.slow
 def test_a_failed_install_ends_the_call_and_is_redone(checkout: Checkout) -> None:
     checkout.broken.touch()
     code, _ = checkout.call("run")
@@ -183,6 +188,7 @@ def test_the_pins_that_come_as_source_build_in_an_environment_with_neither_setup
     assert str(venv) in found
 
 
+@pytest.mark.slow
 def test_an_install_that_breaks_an_older_one_is_redone(checkout: Checkout) -> None:
     checkout.call("run")
     (checkout.root / "constraints.txt").write_text("torch==2.12\n")
@@ -194,6 +200,7 @@ def test_an_install_that_breaks_an_older_one_is_redone(checkout: Checkout) -> No
     assert "installing" in said
 
 
+@pytest.mark.slow
 def test_simultaneous_calls_install_once(checkout: Checkout) -> None:
     processes = [checkout.start("run", f"seed={i}") for i in range(4)]
     said = [process.communicate(timeout=60)[1] for process in processes]
@@ -215,6 +222,7 @@ def test_no_python_is_a_clear_error(checkout: Checkout) -> None:
     assert not checkout.log.exists()
 
 
+@pytest.mark.slow
 def test_a_named_python_comes_first(checkout: Checkout) -> None:
     named = checkout.bin / "my-python"
     (checkout.bin / "python3").rename(named)

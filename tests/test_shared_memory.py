@@ -192,6 +192,7 @@ def test_the_transport_that_a_run_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     ("schedule", "ranks", "microbatches", "replicas"),
     [("gpipe", 3, 8, 1), ("1f1b", 4, 8, 1), ("interleaved_1f1b", 2, 4, 1), ("zb_v", 2, 6, 1), ("1f1b", 2, 5, 2)],
 )
+@pytest.mark.slow(keep=4)
 def test_training_is_bitwise_that_of_threads(schedule: str, ranks: int, microbatches: int, replicas: int) -> None:
     """Several messages of a channel under way at once, packets used again, an evaluation in between."""
     wanted = settings(schedule, ranks, microbatches, replicas, eval=Eval(every=2, batch_size=12))

@@ -59,6 +59,7 @@ def halved(program: Program, behind: int, every: int = 1) -> Program:
 
 @examples(max_examples=25)
 @given(executed())
+@pytest.mark.slow
 def test_any_valid_program_equals_one_process(program: Program) -> None:
     """Any placement, any order, full and split backwards mixed, one or two copies of each stage: there is one loop."""
     placement = program.placement
@@ -73,6 +74,7 @@ def test_any_valid_program_equals_one_process(program: Program) -> None:
 
 @pytest.mark.parametrize(("behind", "every"), [(0, 1), (1, 1), (2, 1), (99, 1), (1, 2)])
 @pytest.mark.parametrize(("schedule", "ranks", "microbatches"), [("1f1b", 3, 5), ("gpipe", 2, 4), ("1f1b", 1, 3)])
+@pytest.mark.slow(keep=3)
 def test_weight_gradients_put_off(schedule: str, ranks: int, microbatches: int, behind: int, every: int) -> None:
     program = halved(build(schedule, ranks, microbatches), behind, every)
     ran, wanted = run_program(program, clip_norm=0.05, data={"_target_": "toys.Tokens", "samples": 41})
@@ -98,6 +100,7 @@ def test_weight_gradients_put_off(schedule: str, ranks: int, microbatches: int, 
     ],
     ids=["dropout", "sometimes", "norms", "dict", "in place", "accumulate"],
 )
+@pytest.mark.slow(keep=5)
 def test_odd_models(model: dict[str, Any], changes: dict[str, Any]) -> None:
     model = {**model, "loss": {"_target_": "toys.TokenLoss"}}
     ran, wanted = run_program(halved(build("1f1b", 2, 4), 1), model=model, **changes)
@@ -110,6 +113,7 @@ GPT = {"_target_": "models.gpt.gpt", "context": 8, "layers": 2, "width": 8, "hea
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("schedule", ["zb_h1", "zb_v"])
+@pytest.mark.slow(keep=2)
 def test_a_transformer(schedule: str, precision: str) -> None:
     """Also under autocast the weights are those of whole backwards."""
     model = {**GPT, "loss": {"_target_": "models.gpt.NextTokenLoss"}}
@@ -119,6 +123,7 @@ def test_a_transformer(schedule: str, precision: str) -> None:
     assert equal(run_threads(replace(wanted, schedule={"name": schedule})).state(), whole.state())
 
 
+@pytest.mark.slow
 def test_convolutions_and_batch_norms() -> None:
     """ResNet-50 in four pieces, the first and the last on one rank."""
     model = {"_target_": "models.resnet.resnet50", "classes": 10, "width": 16, "zero_residual": False}
@@ -131,6 +136,7 @@ def test_convolutions_and_batch_norms() -> None:
 
 
 @pytest.mark.parametrize("allreduce", ["ring", "native"])
+@pytest.mark.slow
 def test_replicas_of_ranks_with_several_stages(allreduce: str) -> None:
     """Three replicas, of which some get fewer micro-batches in the last batch of an epoch, and one gets none."""
     for samples in (45, 44):
@@ -192,6 +198,7 @@ def test_what_waits_for_its_weight_gradients_is_counted() -> None:
         assert at_once[rank] < two[rank] < all_of_them[rank]
 
 
+@pytest.mark.slow
 def test_schedules_that_trade_time_for_memory_keep_less() -> None:
     found = {}
     for name in ("v_min", "v_half", "zb_v", "zb_h1", "zb_h2"):
@@ -200,6 +207,7 @@ def test_schedules_that_trade_time_for_memory_keep_less() -> None:
     assert found["zb_h1"] < found["zb_h2"]
 
 
+@pytest.mark.slow
 def test_nothing_stays_from_step_to_step() -> None:
     """Spare buffers of messages may differ by a few, what a step leaves behind would be ten times one or more."""
     counts = []

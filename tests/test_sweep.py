@@ -26,6 +26,7 @@ def sweep_folder(folder: Path) -> Path:
     return found
 
 
+@pytest.mark.slow
 def test_one_folder_per_job_and_a_table(engine: Engine) -> None:
     said = engine("-m", *SMALL, "schedule=naive,gpipe,1f1b", "pipeline.microbatches=1,4")
     assert said.code == 0, said.err
@@ -63,6 +64,7 @@ CODES = {  # micro-batches of the jobs, of which 0 is refused and 3 fails -> the
 
 
 @pytest.mark.parametrize("jobs", CODES)
+@pytest.mark.slow(keep=2)
 def test_the_exit_code_says_whether_anything_was_started(
     jobs: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +81,7 @@ def test_the_exit_code_says_whether_anything_was_started(
     assert cli._exit_code() == CODES[jobs]
 
 
+@pytest.mark.slow
 def test_a_sweep_whose_folder_is_taken_starts_nothing(engine: Engine) -> None:
     given = ["-m", "mode=plan", "hydra.sweep.dir=here"]
     (engine(*given, "pipeline.microbatches=1").folder / "here" / "0" / run.CONFIG_NAME).write_text("{}")
@@ -86,6 +89,7 @@ def test_a_sweep_whose_folder_is_taken_starts_nothing(engine: Engine) -> None:
     assert engine(*given, "pipeline.microbatches=1,2").code == 1
 
 
+@pytest.mark.slow
 def test_an_interruption_ends_the_sweep(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
 
@@ -100,6 +104,7 @@ def test_an_interruption_ends_the_sweep(engine: Engine, monkeypatch: pytest.Monk
     assert "-  unfinished" in (sweep_folder(said.folder) / "comparison.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_comparison_that_cannot_be_written_is_shown_and_fails(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +123,7 @@ def test_a_comparison_that_cannot_be_written_is_shown_and_fails(
     )
 
 
+@pytest.mark.slow
 def test_an_experiment_that_sweeps_by_itself(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
@@ -131,6 +137,7 @@ def test_an_experiment_that_sweeps_by_itself(engine: Engine, monkeypatch: pytest
     assert seen == expected
 
 
+@pytest.mark.slow
 def test_a_sweep_of_the_ways_to_train_ends_with_their_table(engine: Engine) -> None:
     """The experiment itself, on a smaller model."""
     small = ["model=sleep", "model.forward_ms=0", "model.input_backward_ms=0", "model.weight_backward_ms=0"]

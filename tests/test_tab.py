@@ -41,6 +41,7 @@ def data(board: tuple[str, Path], route: str) -> tuple[int, dict[str, str], byte
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_the_tab_is_there_and_its_page_is_ours(board: tuple[str, Path]) -> None:
     listing = json.loads(get(f"{board[0]}/data/plugins_listing")[2])
     assert listing["pipeline"]["enabled"] and listing["pipeline"]["tab_name"] == "Pipeline"

@@ -105,6 +105,7 @@ def saved(page: Page, what: str, folder: Path) -> Path:
 # ---- it opens and draws ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_tab_opens_within_tensorboard(browser: Page, address: str) -> None:
     browser.open(f"{address}/#pipeline")
     browser.until(f"{FRAME}.pipeline.panels[0].step && !{FRAME}.pipeline.frame")

@@ -188,6 +188,7 @@ def test_build_makes_torchs_own() -> None:
 # ---- the folder a program is started from ------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_users_models_folder_joins_ours_and_shadows_nothing(tmp_path: Path) -> None:
     """In a fresh interpreter whose first import path is the user's folder, as with `python -m engine` there."""
     write(tmp_path, "models/__init__.py", "raise RuntimeError('the package of the user is not run')")

@@ -94,6 +94,7 @@ def test_neighbours_that_both_send_first_do_not_block(run: Run) -> None:
 
 
 @both
+@pytest.mark.slow(keep=1)
 def test_dropped_handles_keep_their_tensors(run: Run) -> None:
     def main(transport: Transport) -> list[float]:
         out, inn = pair(transport)
@@ -334,6 +335,7 @@ def _wait_for_the_other(transport: Transport, pipe: Any) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize(("signum", "kind"), [(signal.SIGKILL, "PeerLost"), (signal.SIGSTOP, "PeerTimeout")])
+@pytest.mark.slow
 def test_a_peer_that_died_or_froze_is_named(signum: int, kind: str) -> None:
     with processes(2, _wait_for_the_other, timeout_s=20.0 if kind == "PeerLost" else 3.0) as started:
         (victim, _), (_, pipe) = started

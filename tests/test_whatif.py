@@ -52,6 +52,7 @@ def test_the_run_itself_is_given_back(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
+@pytest.mark.slow(keep=5)
 def test_another_schedule_takes_what_a_run_of_it_takes(name: str) -> None:
     """Equal stages, so that cutting a stage in v parts is the same as a run with v times as many."""
     base, other = ran("1f1b", 4, 8), ran(name, 4, 8)
@@ -77,6 +78,7 @@ def test_gpipe_is_its_closed_form() -> None:
     slow=st.sampled_from([None, 0, 2]),
     name=st.sampled_from(["1f1b", "gpipe", "zb_h1", "zb_v"]),
 )
+@pytest.mark.slow
 def test_faster_transfers_never_cost_and_recomputing_never_keeps_more(
     transfer: int, slow: int | None, name: str
 ) -> None:
