@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from engine.collectives import Collective, Group, Ring
+from engine.collectives import Group, Ring
 from engine.runtime.environment import joined
 from engine.runtime.transport import Transport
 from engine.runtime.transport.processes import between_processes, without_shared_memory
@@ -36,7 +36,7 @@ class World:
         transport.open(Group.edges(members, "state"))
         self.group = Group(transport, members, "state")  # for what the program's own thread exchanges
 
-    def ring(self) -> Collective:
+    def ring(self) -> Ring:
         """A ring of its own channels over all ranks. All ranks ask in the same order."""
         self._opened += 1
         label = f"gradients{self._opened}"
