@@ -60,9 +60,7 @@ class Circle:
         """The chunk that this place owns between the two halves: a view."""
         return tensor.tensor_split(self.size)[(self.place + 1) % self.size]
 
-    def turn(
-        self, tensor: Tensor, op: ReduceOp, steps: range, counts: Sequence[int] | None = None
-    ) -> Iterator[None]:
+    def turn(self, tensor: Tensor, op: ReduceOp, steps: range, counts: Sequence[int] | None = None) -> Iterator[None]:
         """Go through `steps`; yields before each wait, so that several circles can turn at once.
 
         With `counts`, by place, each part is the mean of so many, and so is whatever they become on the way.
