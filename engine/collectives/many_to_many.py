@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.collectives.agree import agree
 from engine.collectives.group import Group
 from engine.collectives.ops import HALF, ReduceOp, refusal, word
 from engine.collectives.peers import wait_all
@@ -81,7 +80,7 @@ def reduce_scatter_tensor(output: Tensor, input: Tensor, op: ReduceOp = ReduceOp
 @own_mode
 def barrier(*, group: Group) -> None:
     """Return when all members have called."""
-    agree(group.peers, "barrier")
+    group.meet("barrier")
 
 
 def _reduce_scatter(output: Tensor, parts: Sequence[Tensor], op: ReduceOp, group: Group) -> None:

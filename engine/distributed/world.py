@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from engine.collectives import Group, Ring
+from engine.distributed.calls import Calls, NotedGroup
 from engine.runtime.environment import joined
 from engine.runtime.transport import Transport
 from engine.runtime.transport.processes import between_processes, without_shared_memory
@@ -32,9 +34,9 @@ class World:
         self.transport, self.store, self.patience_s = transport, store, patience_s
         self.rank, self.size = transport.rank, transport.world
         self._opened = 0
-        members = range(self.size)
-        transport.open(Group.edges(members, "state"))
-        self.group = Group(transport, members, "state")  # for what the program's own thread exchanges
+        self.calls = Calls(store, self.rank, self.size)
+        transport.open(Group.edges(range(self.size), "state"))
+        self.group = NotedGroup(transport, "state", self.calls)  # for what the program's own thread exchanges
 
     def ring(self) -> Ring:
         """A ring of its own channels over all ranks. All ranks ask in the same order."""
@@ -42,6 +44,10 @@ class World:
         label = f"gradients{self._opened}"
         self.transport.open(Ring.edges(range(self.size), label))
         return Ring(self.transport, range(self.size), label)
+
+    def making(self) -> AbstractContextManager[None]:
+        """The call in which ranks make their next optimizer together."""
+        return self.calls.during("DistributedOptimizer", f"DistributedOptimizer(), number {self._opened + 1}")
 
     def close(self) -> None:
         self.transport.close()
