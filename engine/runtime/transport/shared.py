@@ -116,6 +116,9 @@ class SharedMemoryTransport:
         assert self._groups is not None, "no group was opened"
         return self._groups.all_reduce(tensor, members, label)
 
+    def check(self) -> None:
+        """Nothing: a process is killed where another has failed."""
+
     def close(self) -> None:
         for end in self._ends.values():
             end.close()
