@@ -19,7 +19,7 @@ from command import LIMIT_S, Engine, engine_process
 
 from engine.config import from_plain
 from engine.run import REFUSED
-from engine.runtime.prepare import resolve_device
+from engine.runtime.devices import choose
 
 engine = command.engine  # a fixture
 
@@ -289,8 +289,8 @@ def test_more_ranks_than_gpus_are_refused(hurt: Run) -> None:
             **{group: {"_target_": "a.b"} for group in ("model", "data", "optimizer")},
         }
     )
-    with pytest.raises(ValueError, match="device=cuda with 16 ranks"):
-        resolve_device(settings)
+    with pytest.raises(ValueError, match="device=cuda, but this host has 1 visible GPUs for 16 ranks"):
+        choose(settings, {}, 1)
 
 
 # ---- torchrun ------------------------------------------------------------------------------------------------------

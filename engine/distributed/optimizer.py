@@ -124,7 +124,7 @@ class Synchronizer:
         self.succeeded = False  # whether a later one listens to some of the parameters
         self._known = {id(p) for _, p in named}
         self._passes = passes
-        ring = world.ring()
+        ring = world.ring(parameter.device for _, parameter in named)
         self._label = ring.label
         how = f"op={op}, compression={compression.name}"
         require_alike(ring, [how], "all ranks must reduce alike", "settings")

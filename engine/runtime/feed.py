@@ -24,6 +24,8 @@ from engine.runtime.source import dataset, loader, pair, to_device
 from engine.runtime.stage import Draw
 from engine.runtime.trace import Tracer
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Share:
@@ -156,10 +158,16 @@ class Count:
     Started before the step's first action, waited for where the first backward of the last stage needs it.
     """
 
-    def __init__(self, local: float, start: Callable[[torch.Tensor], Callable[[], None]], tracer: Tracer) -> None:
+    def __init__(
+        self,
+        local: float,
+        start: Callable[[torch.Tensor], Callable[[], None]],
+        tracer: Tracer,
+        device: torch.device = CPU,  # where what `start` is given may live: NCCL adds what is on GPUs only
+    ) -> None:
         self.local = local
         self._tracer = tracer
-        self._total = torch.tensor(local, dtype=torch.float64)
+        self._total = torch.tensor(local, dtype=torch.float64, device=device)
         self._wait: Callable[[], None] | None = start(self._total)
 
     @staticmethod

@@ -10,6 +10,7 @@ Every mistake a user can make in model, data, split or sizes is a ValueError tha
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,7 @@ from engine.runtime.asynchronous_sgd import check_asynchronous_sgd
 from engine.runtime.build import DTYPES, autocast_of, model_layers
 from engine.runtime.connections import check_open_files, connections
 from engine.runtime.delay import check_delay
+from engine.runtime.devices import choose
 from engine.runtime.inspect import FakeModel
 from engine.runtime.losses import Loss, make_loss
 from engine.runtime.meet import transport_of
@@ -45,7 +47,7 @@ from engine.targets import blaming, locate, prepare_import_path
 def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
     """The job that `settings` describe. Raises ValueError for every mistake found; starts nothing."""
     prepare_import_path(start_dir)
-    settings = grouped(replace(settings, device=resolve_device(settings)))
+    settings = grouped(replace(settings, device=choose(settings, os.environ, torch.cuda.device_count())))
     transport_of(settings)
     compute = compute_program(settings, settings.pipeline.microbatches)
     verify(compute, SCHEDULES[compute.name].ascending)
@@ -116,21 +118,6 @@ def _without_drains(settings: Settings, samples: int, eval_samples: int) -> dict
     streams = stream_programs(settings, batches, windows)
     first = stream_program(settings, next(iter(streams)))
     return {"compute": first, "steps": {}, "passes": {}, "windows": windows, "streams": streams}
-
-
-def resolve_device(settings: Settings) -> str:
-    """ "cpu" or "cuda". `auto` takes the GPUs where every rank finds one."""
-    needed = settings.pipeline.ranks * settings.data_parallel.replicas
-    present = torch.cuda.device_count()
-    enough = present >= (1 if settings.launch == "threads" else needed)
-    if settings.device == "auto":
-        return "cuda" if present and enough else "cpu"
-    if settings.device == "cuda" and not enough:
-        raise ValueError(
-            f"device=cuda with {needed} ranks (pipeline.ranks x data_parallel.replicas), but this host has {present} "
-            "GPUs; lower one of them, or use device=cpu, or launch=threads to put several ranks on one GPU"
-        )
-    return settings.device
 
 
 def compute_program(settings: Settings, microbatches: int) -> Program:
