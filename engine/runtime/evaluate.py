@@ -115,7 +115,8 @@ class Evaluation:
             for _, buffer in self._stages[stage].named_buffers():
                 lends = self._replica == 0 and stage in self._own
                 flat = buffer.flatten().clone() if lends else torch.zeros_like(buffer).flatten()
-                self._wiring.reduction[stage].all_reduce(flat)
+                # As bytes: with zeros they add up to themselves, whatever the dtype and the backend.
+                self._wiring.reduction[stage].all_reduce(flat.view(torch.uint8))
                 buffer.copy_(flat.view_as(buffer))
         return own
 

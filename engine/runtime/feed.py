@@ -87,9 +87,9 @@ class Shares:
         legal: Callable[[int], int],
     ) -> None:
         settings = job.settings
-        shuffle = bool(settings.data.get("shuffle", True))
+        shuffle, drop = bool(settings.data.get("shuffle", True)), bool(settings.data.get("drop_last", False))
         self.batches = Batches(
-            job.train_samples, settings.train.global_batch_size, job.replicas, settings.seed, shuffle
+            job.train_samples, settings.train.global_batch_size, job.replicas, settings.seed, shuffle, drop
         )
         self.steps = self.batches.steps(settings.train.steps, settings.train.epochs)
         self._job, self._device, self._tracer, self._legal = job, device, tracer, legal

@@ -113,8 +113,8 @@ def _step_by_step(settings: Settings, compute: Program, microbatches: Iterable[i
 
 def _without_drains(settings: Settings, samples: int, eval_samples: int) -> dict[str, Any]:
     """What a job holds of an asynchronous schedule: a program for each window between two drains."""
-    batches, train = _batches(settings, samples), settings.train
-    windows = window_lengths(batches.steps(train.steps, train.epochs), settings.eval.every if eval_samples else None)
+    batches = _batches(settings, samples)
+    windows = window_lengths(_steps(settings, batches), settings.eval.every if eval_samples else None)
     streams = stream_programs(settings, batches, windows)
     first = stream_program(settings, next(iter(streams)))
     return {"compute": first, "steps": {}, "passes": {}, "windows": windows, "streams": streams}
@@ -230,6 +230,12 @@ def _measure_data(settings: Settings) -> tuple[dict[str, int], dict[str, Sample]
             lengths[mode] = length_of(source, where)
             items[mode] = sample_of(source, where)
     samples, replicas = lengths["train"], settings.data_parallel.replicas
+    size = settings.train.global_batch_size
+    if settings.data.get("drop_last") and samples < size:
+        raise ValueError(
+            f"data.drop_last=true leaves no batch of the {samples} samples that data has: "
+            f"train.global_batch_size={size} is more; use at most {samples}, or data.drop_last=false"
+        )
     if samples < replicas:
         raise ValueError(
             f"data has {samples} samples for data_parallel.replicas={replicas}; use at most {samples} replicas"
@@ -251,9 +257,7 @@ def _try_parts(
         for mode, (_, target) in items.items():
             smallest = min(rows for each, rows in boundaries if each == mode)
             try_loss(loss, boundaries[mode, smallest][-1], target, DTYPES[settings.precision], autocast)
-    train = settings.train
-    batches = Batches(lengths["train"], train.global_batch_size, settings.data_parallel.replicas, 0, shuffle=False)
-    try_update(settings, model.trainable, batches.steps(train.steps, train.epochs))
+    try_update(settings, model.trainable, _steps(settings, _batches(settings, lengths["train"])))
 
 
 def _microbatches(settings: Settings) -> int:
@@ -263,7 +267,12 @@ def _microbatches(settings: Settings) -> int:
 
 def _batches(settings: Settings, samples: int) -> Batches:
     """The training's batches, in no particular order."""
-    return Batches(samples, settings.train.global_batch_size, settings.data_parallel.replicas, 0, shuffle=False)
+    drop, replicas = bool(settings.data.get("drop_last", False)), settings.data_parallel.replicas
+    return Batches(samples, settings.train.global_batch_size, replicas, 0, shuffle=False, drop_last=drop)
+
+
+def _steps(settings: Settings, batches: Batches) -> int:
+    return batches.steps(settings.train.steps, settings.train.epochs)
 
 
 def _training_pieces(settings: Settings, samples: int) -> list[list[int]]:
@@ -271,19 +280,23 @@ def _training_pieces(settings: Settings, samples: int) -> list[list[int]]:
         return microbatches if asynchronous else compute_program(settings, microbatches).microbatches
 
     asynchronous = SCHEDULES[settings.schedule["name"]].stream is not None
-    return _pieces(_batches(settings, samples), settings.train.accumulate, _microbatches(settings), legal)
+    batches = _batches(settings, samples)
+    steps, accumulate = _steps(settings, batches), settings.train.accumulate
+    return _pieces(batches, steps, accumulate, _microbatches(settings), legal)
 
 
 def _evaluation_pieces(settings: Settings, samples: int) -> list[list[int]]:
     size = settings.eval.batch_size or settings.train.global_batch_size
     batches = Batches(samples, size, settings.data_parallel.replicas, 0, shuffle=False)
-    return _pieces(batches, 1, settings.pipeline.microbatches, lambda m: m) if samples else []
+    return _pieces(batches, batches.per_epoch, 1, settings.pipeline.microbatches, lambda m: m) if samples else []
 
 
-def _pieces(batches: Batches, accumulate: int, microbatches: int, legal: Callable[[int], int]) -> list[list[int]]:
-    """Every list of micro-batch sizes that a pass over these batches can have, each once."""
+def _pieces(
+    batches: Batches, steps: int, accumulate: int, microbatches: int, legal: Callable[[int], int]
+) -> list[list[int]]:
+    """Every list of micro-batch sizes that a pass over the first `steps` of these batches can have, each once."""
     found: dict[tuple[int, ...], list[int]] = {}
-    for count in {batches.count(0), batches.count(batches.per_epoch - 1)}:
+    for count in {batches.count(index) for index in (0, batches.per_epoch - 1) if index < steps}:
         for share in set(sizes(count, batches.replicas)):
             for piece in passes(share, accumulate, microbatches, legal):
                 found.setdefault(tuple(piece), piece)

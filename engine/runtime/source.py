@@ -21,7 +21,7 @@ from engine.runtime.microbatch import Batches
 from engine.runtime.seeds import loading, seed_for
 from engine.targets import build
 
-LOADER_KEYS = ("workers", "pin_memory", "shuffle", "evaluation")
+LOADER_KEYS = ("workers", "pin_memory", "shuffle", "drop_last", "evaluation")
 
 
 def dataset(config: Mapping[str, Any], evaluation: bool) -> Dataset[Any] | None:
