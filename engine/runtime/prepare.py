@@ -24,7 +24,7 @@ from engine.plan.partition import manual, partition
 from engine.plan.schedules import SCHEDULES, largest_legal_microbatches
 from engine.plan.schedules import build as build_schedule
 from engine.plan.schedules.forward_only import evaluation
-from engine.plan.verify import verify
+from engine.plan.verify import verify, verify_idle
 from engine.runtime.asynchronous_sgd import check_asynchronous_sgd
 from engine.runtime.build import DTYPES, autocast_of, model_layers
 from engine.runtime.connections import check_open_files, connections
@@ -104,9 +104,11 @@ def _step_by_step(settings: Settings, compute: Program, microbatches: Iterable[i
     reduce = settings.data_parallel.replicas * compute.placement.copies > 1
     again, gather = settings.train.accumulate > 1, settings.divided
     whole = _lowered(training, reduce=reduce, step=True, gather=gather)
+    idle = _idle(compute.placement, reduce, gather)
+    verify_idle(idle, whole.values())
     return {
         "compute": compute,
-        "steps": {0: _idle(compute.placement, reduce, gather)} | whole,
+        "steps": {0: idle} | whole,
         "passes": _lowered(training, reduce=False, step=False) if again else {},
     }
 
