@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 import resource
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
@@ -71,6 +73,16 @@ def open_files() -> float:
     """How many files this process may have open at once (`ulimit -n`); infinity where there is no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return math.inf if soft == resource.RLIM_INFINITY else soft
+
+
+def inherited_files() -> int:
+    """How many files beside its three streams this process was started with; Python's own are not handed on."""
+    count = 0
+    folder = Path("/proc/self/fd")
+    for each in [*folder.iterdir()] if folder.is_dir() else []:
+        with contextlib.suppress(OSError):  # the listing's own is closed by now
+            count += int(each.name) > 2 and os.get_inheritable(int(each.name))
+    return count
 
 
 def cores() -> int:

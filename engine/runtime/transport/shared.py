@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from engine.errors import ExhaustedError
 from engine.runtime.transport import Channel, Edge, PeerLost, PeerTimeout, Work
 from engine.runtime.transport.ends import ReceivingEnd, SendingEnd, introduction
 from engine.runtime.transport.gloo import GlooTransport
@@ -152,7 +153,10 @@ def _accept(
             edge = missing[0]
             raise PeerTimeout(f"connecting {edge}, peer {edge.src}: nothing for {timeout_s:g} s", edge.src) from None
         if data and len(handed) < 3:
-            raise OSError(errno.EMFILE, "too many open files to meet the other ranks")
+            end.close()
+            for fd in handed:
+                os.close(fd)
+            raise ExhaustedError(errno.EMFILE, "too many open files to meet the other ranks")
         for edge in missing:
             if data == introduction(edge):
                 end.settimeout(None)
