@@ -205,7 +205,13 @@ def choose_split(settings: Settings, model: FakeModel, stages: int) -> tuple[int
             )
         return split
     if name == "model" and own is not None and len(own) + 1 == stages:
-        return manual(model.names, own)
+        try:
+            return manual(model.names, own)
+        except ValueError as error:
+            raise ValueError(
+                f"model.split={list(own)} does not fit this model: {error}. Where it came with another model's "
+                "configuration, set model.split=null, or choose partition=parameters"
+            ) from error
     costs = [1.0] * len(model.names) if name == "uniform" else [float(n) for n in model.parameters]
     return partition(costs, stages)
 
