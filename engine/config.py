@@ -263,6 +263,7 @@ def _check_loader(data: Mapping[str, Any]) -> None:
     if workers > MOST_WORKERS:
         raise ValueError(f"data.workers={workers} must be at most {MOST_WORKERS}, for each rank that loads samples")
     _scalar(bool, data.get("shuffle", True), "data.shuffle")
+    _scalar(bool, data.get("drop_last", False), "data.drop_last")
     pin = data.get("pin_memory")
     if pin not in (None, "auto") and not isinstance(pin, bool):
         raise ValueError(f"data.pin_memory={pin} is none of auto, true, false")

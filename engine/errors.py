@@ -13,6 +13,10 @@ from contextlib import contextmanager
 MOST_CHARACTERS = 20_000
 
 
+class ExhaustedError(OSError):
+    """Something of the system's has run out: the message names it, and where it happened says no more."""
+
+
 class Interrupted(KeyboardInterrupt):
     """The run was asked to end by signal `signum`. A KeyboardInterrupt, so that nothing takes it for an error."""
 

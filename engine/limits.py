@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 
-from engine.runtime.environment import joined, open_files
+from engine.runtime.environment import inherited_files, joined, open_files
 from engine.settings import Settings
 
 MOST_PAIRS = 2**24  # of a rank and a micro-batch: four times a run of 1024 ranks and 4096 micro-batches
@@ -44,11 +44,13 @@ def _check_size(settings: Settings) -> None:
 def _check_files(settings: Settings) -> None:
     """Below this the parent, or a library, stops in the middle of its start, and says so at length or not at all."""
     started = settings.launch == "processes" and not joined()
-    needed = FILES + FILES_PER_WORKER * settings.world * started
+    inherited = inherited_files()
+    needed = FILES + FILES_PER_WORKER * settings.world * started + inherited
     if settings.mode == "train" and open_files() < needed:
+        already = f" ({inherited} of them were open when it started)" if inherited else ""
         raise ValueError(
-            f"this process may open {open_files()} files, and a run of {settings.world} ranks needs {needed}: raise "
-            f"the limit (ulimit -n {max(1024, 2 * needed)}), or lower pipeline.ranks or data_parallel.replicas"
+            f"this process may open {open_files()} files{already}, and a run of {settings.world} ranks needs {needed}: "
+            f"raise the limit (ulimit -n {max(1024, 2 * needed)}), or lower pipeline.ranks or data_parallel.replicas"
         )
 
 

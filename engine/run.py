@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -54,6 +55,7 @@ def train(settings: Settings, start_dir: str, run_dir: str) -> Outcome:
 
             recorder = Recorder(job, str(folder))
             _describe(job, folder, recorder)
+            _note_device(settings, recorder)
             outcome = launch(job, recorder)
     except BaseException as error:  # noqa: BLE001  # an interruption too ends with a summary
         outcome = outcome_of(error)
@@ -230,6 +232,16 @@ def _describe(job: Job, folder: Path, recorder: Recorder) -> None:
     if batch > job.train_samples:
         said = f"train.global_batch_size={batch} is more than the {job.train_samples} samples there are"
         _note(recorder, logging.WARNING, f"{said}: every step takes all of them, and is an epoch")
+
+
+def _note_device(settings: Settings, recorder: Recorder) -> None:
+    """Say so where `device=auto` has left GPUs alone."""
+    import torch
+
+    from engine.runtime.devices import passed_over
+
+    if line := passed_over(settings, os.environ, torch.cuda.device_count()):
+        _note(recorder, logging.WARNING, line)
 
 
 def _note(recorder: Recorder, level: int, message: str) -> None:

@@ -91,7 +91,7 @@ class Settings:
     schedule: dict[str, Any] = field(default_factory=dict)  # name, chunks, options of the schedule
     model: dict[str, Any] = field(default_factory=dict)  # _target_ and keywords, loss: {_target_}, loss_additive, split
     partition: dict[str, Any] = field(default_factory=dict)  # name: model | manual | uniform | parameters | time; split
-    data: dict[str, Any] = field(default_factory=dict)  # _target_, keywords, workers, pin_memory, shuffle, evaluation
+    data: dict[str, Any] = field(default_factory=dict)  # _target_, keywords, the loader's keys, evaluation
     optimizer: dict[str, Any] = field(default_factory=dict)
     lr_scheduler: dict[str, Any] | None = None
     allreduce: AllReduce = field(default_factory=AllReduce)

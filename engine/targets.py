@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import pkgutil
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -27,6 +28,7 @@ from engine.annotations import misfit, plain
 from engine.errors import a_type, cause, refusing, said
 
 OURS = Path(__file__).resolve().parent.parent / "models"
+_PATH = threading.Lock()
 _MARKS = ("_target_", "_partial_", "_args_")
 
 
@@ -47,16 +49,17 @@ def prepare_import_path(start_dir: str) -> None:
     """Let `_target_`s name what lies in the folder the program was started from. Calling it again changes nothing.
 
     `models` stays the package beside `engine`, whatever the folder holds; the modules of a `models` folder there are
-    added to it, behind ours.
+    added to it, behind ours. From any thread: ranks may be threads, and what is changed here belongs to the process.
     """
     start = Path(start_dir).resolve()
-    if not any(Path(entry or ".").resolve() == start for entry in sys.path):
-        sys.path.insert(0, str(start))
-    importlib.invalidate_caches()
-    package = _our_models()
-    theirs = start / "models"
-    if theirs.is_dir() and theirs != OURS and str(theirs) not in package.__path__:
-        package.__path__.append(str(theirs))
+    with _PATH:
+        if not any(Path(entry or ".").resolve() == start for entry in sys.path):
+            sys.path.insert(0, str(start))
+        importlib.invalidate_caches()  # a KeyError where two threads do it at once
+        package = _our_models()
+        theirs = start / "models"
+        if theirs.is_dir() and theirs != OURS and str(theirs) not in package.__path__:
+            package.__path__.append(str(theirs))
 
 
 def _our_models() -> ModuleType:

@@ -235,7 +235,7 @@ def test_importing_targets_does_not_import_torch() -> None:
 
 # ---- the configuration's own targets -----------------------------------------------------------------------------
 
-OF_THE_ENGINE = {"_target_", "loss", "split", "workers", "pin_memory", "shuffle", "evaluation"}
+OF_THE_ENGINE = {"_target_", "loss", "split", "workers", "pin_memory", "shuffle", "drop_last", "evaluation"}
 POSITIONAL = {"model": 0, "data": 0, "optimizer": 1, "lr_scheduler": 1}
 
 

@@ -69,6 +69,8 @@ class Collective(ABC):
             raise ValueError(f"all-reduce {self.label}: the tensor must be contiguous and flat, not {tensor.shape}")
         if len(self.members) > 1 and tensor.numel():
             with torch.no_grad():
-                op.prepare(tensor, len(self.members))
-                self._reduce(tensor, op)
-                op.finish(tensor, len(self.members))
+                parts = op.prepare(tensor, len(self.members))
+                self._reduce(parts, op)
+                op.finish(parts, len(self.members), tensor.dtype)
+                if parts is not tensor:
+                    tensor.copy_(parts)

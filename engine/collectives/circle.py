@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from engine.collectives.ops import ReduceOp
+from engine.collectives.ops import ReduceOp, combine_means
 from engine.collectives.peers import Peers, alike, pieces, wait_all
 from engine.runtime.transport import Work
 
@@ -60,8 +60,11 @@ class Circle:
         """The chunk that this place owns between the two halves: a view."""
         return tensor.tensor_split(self.size)[(self.place + 1) % self.size]
 
-    def turn(self, tensor: Tensor, op: ReduceOp, steps: range) -> Iterator[None]:
-        """Go through `steps`; yields before each wait, so that several circles can turn at once."""
+    def turn(self, tensor: Tensor, op: ReduceOp, steps: range, counts: Sequence[int] | None = None) -> Iterator[None]:
+        """Go through `steps`; yields before each wait, so that several circles can turn at once.
+
+        With `counts`, by place, each part is the mean of so many, and so is whatever they become on the way.
+        """
         if not steps:
             return
         chunks = [pieces(chunk) for chunk in tensor.tensor_split(self.size)]
@@ -78,10 +81,14 @@ class Circle:
         sent = [self._peers.send(self._after, piece) for piece in chunks[(self.place - steps.start) % self.size]]
         for step in steps:
             arriving, following = following, post(step + 1) if step + 1 in steps else []
+            first = self.place - 1 - step  # of the places whose parts arrive, this one's predecessor is the last
+            before = sum(counts[place % self.size] for place in range(first, self.place)) if counts else 0
             yield
             for piece, buffer, work in arriving:
                 work.wait()
-                if buffer is not piece:
+                if buffer is not piece and counts:
+                    combine_means(buffer, piece, before, counts[self.place], out=piece)
+                elif buffer is not piece:
                     op.combine(buffer, piece, out=piece)
                 if step + 1 in steps:
                     sent.append(self._peers.send(self._after, piece))

@@ -1,8 +1,8 @@
 """How one bucket is combined over the members: as a plain sum, or as a mean over those that take part.
 
     Sum     one all-reduce of the whole bucket
-    Mean    the same, then divided by how many members took part; or, compressed, two: the head, then the gradients
-            in half precision (see `compression`). fp16, whose sums soon leave its range, is divided before
+    Mean    the same, then divided by how many members took part, half precision as `ops` says; or, compressed, two:
+            the head, then the gradients in half precision (see `compression`), as means of those passed so far
 
 Both leave the same bits on every member.
 """
@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from engine.collectives.base import Collective
 from engine.collectives.compression import Compression, Feedback, scale_for
 from engine.collectives.layout import Bucket
+from engine.collectives.ops import HALF, mean_scale
+from engine.collectives.ring import Ring
 
 DROPS = 8  # small whole numbers, exact in every dtype
 
@@ -56,7 +57,7 @@ class Mean:
 
     shards = 1
 
-    def __init__(self, collective: Collective, compression: Compression, average: bool = True) -> None:
+    def __init__(self, collective: Ring, compression: Compression, average: bool = True) -> None:
         self.takes_part = True
         self.present = [True] * len(collective.members)
         self.dropped = 0
@@ -73,31 +74,51 @@ class Mean:
         head[: self.marks] = 0
         own = 1 + self.dropped % DROPS
         head[mine] = own if self.takes_part else 0
-        narrow = self._average and flat.dtype is torch.float16
-        if narrow:
-            data.div_(size)
-        wire = self._compression.dtype
-        if wire is None or not data.is_floating_point() or data.element_size() <= wire.itemsize:
-            self._collective.all_reduce(flat)
-        else:
-            feedback = self._feedback.setdefault(number, Feedback(data, wire))
+        feedback = self._compressed(number, data)
+        if feedback is not None:
             if self.takes_part:
                 feedback.add_to(data)
             head[size + mine] = data.abs().max() if data.numel() else 0
             self._collective.all_reduce(head)
-            self._half(feedback, data, scale_for(float(head[size : 2 * size].max()), size))
+        elif self._average and flat.dtype in HALF:
+            self._wide(flat, bucket.head)
+        else:
+            self._collective.all_reduce(flat)
         told = head[:size].tolist()
         self.present = [mark != 0 for mark in told]
         self.odd = [member for member, mark in zip(self._collective.members, told, strict=True) if mark not in (0, own)]
-        present = max(1, sum(self.present))
-        if narrow and present < size:
-            data.mul_(size / present)
-        elif self._average and not narrow:
-            data.div_(present)
+        if feedback is not None:
+            self._half(feedback, data, float(head[size : 2 * size].max()))
+        elif self._average and flat.dtype not in HALF:
+            data.div_(max(1, sum(self.present)))
 
-    def _half(self, feedback: Feedback, data: Tensor, scale: float | None) -> None:
+    def _compressed(self, number: int, data: Tensor) -> Feedback | None:
+        """What goes with the compression of a bucket; None where it travels as it is."""
+        wire = self._compression.dtype
+        if wire is None or not data.is_floating_point() or data.element_size() <= wire.itemsize:
+            return None
+        if number not in self._feedback:
+            self._feedback[number] = Feedback(data, wire)
+        return self._feedback[number]
+
+    def _wide(self, flat: Tensor, head: int) -> None:
+        """The mean of half precision: summed in fp32, also on the wire."""
+        size = len(self._collective.members)
+        wide = flat.float()
+        wide[head:].mul_(mean_scale(size))
+        self._collective.all_reduce(wide)
+        present = max(1, int(wide[:size].count_nonzero()))
+        wide[head:].div_(present * mean_scale(size))
+        flat.copy_(wide)
+
+    def _half(self, feedback: Feedback, data: Tensor, largest: float) -> None:
+        """The gradients of fp32 or fp64 in half precision; `largest` of all magnitudes."""
+        scale = scale_for(largest, 1 if self._average else len(self._collective.members))
         sent = feedback.rounded(data, scale)
-        self._collective.all_reduce(sent)
+        if self._average:
+            self._collective.mean(sent, self.present)
+        else:
+            self._collective.all_reduce(sent)
         data.copy_(sent)
         if scale is not None:
             data.div_(scale)

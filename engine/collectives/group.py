@@ -69,9 +69,13 @@ class Group:
     def agree(self, words: str, complaint: str | None = None) -> None:
         """Compare this call with the other members'; see `agree`. `complaint`: what is wrong with ours, if anything."""
         if self.checked:
-            agree(self.peers, words, complaint)
+            self.meet(words, complaint)
         elif complaint is not None:
             raise ValueError(f"{self.label}: {complaint}")
+
+    def meet(self, words: str, complaint: str | None = None) -> None:
+        """Compare this call with the other members', checked or not."""
+        agree(self.peers, words, complaint)
 
     def place(self, rank: int) -> int:
         """The position of a member, by its world rank."""

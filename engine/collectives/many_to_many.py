@@ -16,13 +16,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.collectives.agree import agree
 from engine.collectives.group import Group
-from engine.collectives.ops import ReduceOp, refusal, word
+from engine.collectives.ops import HALF, ReduceOp, refusal, word
 from engine.collectives.peers import wait_all
 from engine.collectives.tensors import apart, dense, described, described_all, give_back, own_mode
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 @own_mode
@@ -83,7 +80,7 @@ def reduce_scatter_tensor(output: Tensor, input: Tensor, op: ReduceOp = ReduceOp
 @own_mode
 def barrier(*, group: Group) -> None:
     """Return when all members have called."""
-    agree(group.peers, "barrier")
+    group.meet("barrier")
 
 
 def _reduce_scatter(output: Tensor, parts: Sequence[Tensor], op: ReduceOp, group: Group) -> None:
@@ -93,13 +90,20 @@ def _reduce_scatter(output: Tensor, parts: Sequence[Tensor], op: ReduceOp, group
     arriving = {k: peers.recv(k, buffers[k]) for k in reversed(group.others)}
     sent = [peers.send(k, parts[k]) for k in group.others]
     with torch.no_grad():
-        total = own.float() if own.dtype in HALF else own.clone()
+        total = _wide(own, op, group.size)
+        total = own.clone() if total is own else total
         for k in group.others:
             arriving[k].wait()
-            op.combine(total, buffers[k].to(total.dtype), out=total)
-        op.finish(total, group.size)
+            op.combine(total, _wide(buffers[k], op, group.size), out=total)
+        op.finish(total, group.size, own.dtype)
         wait_all(sent)  # the output may lie inside what is sent
         give_back(output, total)
+
+
+def _wide(part: Tensor, op: ReduceOp, size: int) -> Tensor:
+    """A part as it is combined: half precision in fp32, whatever the operation."""
+    prepared = op.prepare(part, size)
+    return prepared.float() if prepared.dtype in HALF else prepared
 
 
 def _list_complaint(name: str, tensors: Sequence[Tensor], own: Tensor, group: Group) -> str | None:

@@ -26,14 +26,14 @@ def reduce(tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, *, group: Grou
     group.agree(f"reduce of {described(tensor)} to {dst}, {word(op)}", complaint)
     node = binomial(group.size, group.place(dst))[group.position]
     flat = dense(tensor)
-    if group.rank != dst and (node.children or op is ReduceOp.MEAN):
-        flat = flat.clone()  # a subtree's combination is put together here
     with torch.no_grad():
-        op.prepare(flat, group.size)
-        up(group.peers, node, flat, op)
+        part = op.prepare(flat, group.size)
+        if part is flat and group.rank != dst and node.children:
+            part = flat.clone()  # a subtree's combination is put together here
+        up(group.peers, node, part, op)
         if group.rank == dst:
-            op.finish(flat, group.size)
-            give_back(tensor, flat)
+            op.finish(part, group.size, flat.dtype)
+            give_back(tensor, part)
 
 
 @own_mode

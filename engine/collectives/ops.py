@@ -5,7 +5,8 @@
     min, max       real numbers, which also covers bool (all, any); NaN wins
 
 Half precision is computed in fp32 and rounded to the wire's dtype at each hop. A mean is a sum divided once, at the
-end, by whoever holds it; in fp16, whose sums soon leave its range, each part is divided before instead.
+end, by whoever holds it. The sum of a half-precision mean stays in fp32 until then, also on the wire, and its parts are
+scaled down by a power of two: the mean of equal values is that value, from the smallest subnormal to the largest.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _FLOATING = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float
 _COMPLEX = frozenset({torch.complex64, torch.complex128})
 _WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
+HALF = frozenset({torch.float16, torch.bfloat16})
 SUMMABLE = _FLOATING | _COMPLEX | _WHOLE  # bool is left out: its sum is a question of taste
 
 
@@ -44,15 +46,32 @@ class ReduceOp(Enum):
         """`out` = first (op) second, elementwise; `out` may be either of them."""
         _COMBINE[self](first, second, out=out)
 
-    def prepare(self, tensor: Tensor, size: int) -> None:
-        """What a part of `size` needs before it is combined, in place."""
-        if self is ReduceOp.MEAN and tensor.dtype is torch.float16:
-            tensor.div_(size)
+    def prepare(self, part: Tensor, size: int) -> Tensor:
+        """What is combined for one of `size` parts: the part itself, or an fp32 copy for a mean in half precision."""
+        if self is ReduceOp.MEAN and part.dtype in HALF:
+            return part.float().mul_(mean_scale(size))
+        return part
 
-    def finish(self, tensor: Tensor, size: int) -> None:
-        """What the combination of `size` parts still needs, in place."""
-        if self is ReduceOp.MEAN and tensor.dtype is not torch.float16:
-            tensor.div_(size)
+    def finish(self, combined: Tensor, size: int, dtype: torch.dtype) -> None:
+        """What the combination of `size` prepared parts of `dtype` still needs, in place."""
+        if self is ReduceOp.MEAN:
+            combined.div_(size * mean_scale(size) if dtype in HALF else size)
+
+
+def mean_scale(size: int) -> float:
+    """The largest power of two by which `size` finite half-precision numbers add up within the range of fp32.
+
+    bf16 reaches as far as fp32. Scaled so, its numbers are still exact: fp32 has 16 more bits below its smallest one.
+    """
+    return 2.0 ** -(size - 1).bit_length()
+
+
+def combine_means(first: Tensor, second: Tensor, count: int, own: int, out: Tensor) -> None:
+    """`out` = the mean over `count` parts whose mean is `first` and `own` parts whose mean is `second`.
+
+    Half precision is computed in fp32 and rounded once: from equal values comes that value. Nothing from no parts.
+    """
+    out.copy_((first.float() * count + second.float() * own) / max(1, count + own))
 
 
 def word(op: object) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from engine.collectives.base import Collective
@@ -28,3 +29,13 @@ class Ring(Collective):
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         circle = Circle(self.peers, range(self.peers.size))
         run(circle.turn(tensor, op, circle.all_reduce))
+
+    def mean(self, tensor: Tensor, counts: Sequence[int]) -> None:
+        """The mean over all members' parts, each of which is the mean of so many (`counts`, by position; 0: of none).
+
+        Partial means travel, not sums, so half precision keeps its range and its bytes. In place, as `all_reduce`.
+        """
+        if len(self.members) > 1 and tensor.numel():
+            with torch.no_grad():
+                circle = Circle(self.peers, range(self.peers.size))
+                run(circle.turn(tensor, ReduceOp.MEAN, circle.all_reduce, counts))

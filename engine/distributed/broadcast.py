@@ -28,9 +28,9 @@ def broadcast_parameters(params: Named, root_rank: int = 0, world: World | None 
     items = named_pairs("params", params.items() if isinstance(params, Mapping) else params)
     group = (world or current()).group
     words = [f"{name} {tuple(value.shape)} {value.dtype}" for name, value in items]
-    require_alike(group.collective, [f"from rank {root_rank}", *words], "all ranks must pass the same", "tensors")
-    for _, value in items:
-        with torch.no_grad():
+    with group.during("broadcast_parameters()"), torch.no_grad():
+        require_alike(group.collective, [f"from rank {root_rank}", *words], "all ranks must pass the same", "tensors")
+        for _, value in items:
             here = value.detach().to(group.peers.transport.device)
             broadcast(here, root_rank, group=group)
             if here.data_ptr() != value.data_ptr():
@@ -44,7 +44,8 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, world: W
     The others need not have any state yet. ValueError on all ranks where the optimizer's state is more than plain data.
     """
     group = (world or current()).group
-    state = broadcast_value(optimizer.state_dict() if group.rank == root_rank else None, root_rank, group)
+    with group.during("broadcast_optimizer_state()"):
+        state = broadcast_value(optimizer.state_dict() if group.rank == root_rank else None, root_rank, group)
     if group.rank != root_rank:
         optimizer.load_state_dict(state)
 

@@ -27,6 +27,7 @@ from engine.collectives.combine import Mean
 from engine.collectives.compression import Compression
 from engine.collectives.watch import Watch
 from engine.distributed.broadcast import broadcast_optimizer_state, broadcast_parameters, named_pairs
+from engine.distributed.calls import LOOK_S
 from engine.distributed.roll_call import RollCall
 from engine.distributed.world import World, current
 from engine.errors import a_type
@@ -76,7 +77,9 @@ def DistributedOptimizer(  # noqa: N802  # the name it has in Horovod
     kind: Any = type(f"Distributed{type(optimizer).__name__}", (_Steps, type(optimizer)), {})
     made: Any = kind.__new__(kind)
     made.__dict__.update(vars(optimizer))
-    made._sync = Synchronizer(named, world or current(), compression, backward_passes_per_step, op, bucket_bytes)
+    world = world or current()
+    with world.making():
+        made._sync = Synchronizer(named, world, compression, backward_passes_per_step, op, bucket_bytes)
     return made
 
 
@@ -120,7 +123,8 @@ class Synchronizer:
         self.succeeded = False  # whether a later one listens to some of the parameters
         self._known = {id(p) for _, p in named}
         self._passes = passes
-        ring = world.ring()
+        ring = world.ring(parameter.device for _, parameter in named)
+        self._label = ring.label
         how = f"op={op}, compression={compression.name}"
         require_alike(ring, [how], "all ranks must reduce alike", "settings")
         self._take_over()
@@ -163,19 +167,27 @@ class Synchronizer:
     def run(self) -> None:
         """One round: start what has not started, wait for all. Says who is missing where it takes long.
 
-        RuntimeError with the same line where the wait has to be given up.
+        RuntimeError with the same line where the wait has to be given up, or where another rank has called something
+        else.
         """
         if self.succeeded:
             raise RuntimeError("a later DistributedOptimizer was made for these parameters: step with that one")
         self.reducer.launch()
-        start, patience = time.monotonic(), self.world.patience_s
+        calls, patience = self.world.calls, self.world.patience_s
+        how = "step()" if self.combine.takes_part else "join()"
+        calls.enter(self._label, f"{how} of optimizer {self._label.removeprefix('gradients')}")
+        start = warned = time.monotonic()
         while True:
             try:
-                self.reducer.wait(patience)
+                self.reducer.wait(min(LOOK_S, patience))
                 break
             except TimeoutError:
-                _log.warning("%s", self._calls.missing(time.monotonic() - start))
+                calls.check()
+                if time.monotonic() - warned >= patience:
+                    warned = time.monotonic()
+                    _log.warning("%s", self._calls.missing(warned - start))
             except PeerError as error:
+                calls.check()
                 said = self._calls.missing(time.monotonic() - start)
                 raise RuntimeError(f"{said}. Out of samples before the others? Then join() first. ({error})") from error
         self.done = True
@@ -264,18 +276,20 @@ class _Steps:
         """Out of samples: take part in the other ranks' steps, with nothing, until all have come here.
 
         Afterwards all ranks hold the parameters and the optimizer state of the rank whose samples lasted longest,
-        which is returned (of several the first). The mean of a step is one over the ranks that still had samples.
+        which is returned (of several the first). The mean of a step is one over the ranks that still had samples. May
+        be called behind every epoch. RuntimeError where another rank calls anything but steps meanwhile.
         """
         sync = self._sync
         present = sync.combine.present
         sync.combine.takes_part = False
-        while any(present):
+        while any(present):  # of the last step: everybody's, where all have joined before it
             last = present.index(True)
             for _, parameter in sync.named:
                 parameter.grad = None
             sync.run()
             present = sync.combine.present
         sync.combine.takes_part = True
+        sync.combine.present = [True] * sync.world.size  # for the next join, after steps or without any
         sync.combine.dropped = 0  # ranks that had joined took part in drops of others without knowing
         self.zero_grad()
         broadcast_parameters(sync.named, last, sync.world)

@@ -9,15 +9,18 @@ from __future__ import annotations
 import atexit
 import math
 import os
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from engine.collectives import Collective, Group, Ring
+from engine.collectives import Group, Ring
+from engine.distributed.calls import Calls, NotedGroup
 from engine.runtime import rendezvous
-from engine.runtime.environment import check_launcher, joined
+from engine.runtime.environment import check_launcher, joined, seat_of
 from engine.runtime.transport import Transport
 from engine.runtime.transport.processes import between_processes, without_shared_memory
 from engine.runtime.transport.threads import ThreadHub
@@ -27,25 +30,58 @@ PATIENCE_S = 10.0
 
 
 class World:
-    """All ranks. `store` is shared by them; after `patience_s` seconds of waiting a rank says for whom it waits."""
+    """All ranks. `store` is shared by them; after `patience_s` seconds of waiting a rank says for whom it waits.
 
-    def __init__(self, transport: Transport, store: Any, patience_s: float = PATIENCE_S) -> None:
+    `between_cpus` makes the transport for gradients on CPUs where `transport` is one between GPUs, when it is needed.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        store: Any,
+        patience_s: float = PATIENCE_S,
+        between_cpus: Callable[[], Transport] | None = None,
+    ) -> None:
+        self._between_cpus, self._cpus = between_cpus, None if transport.device.type == "cuda" else transport
         self.transport, self.store, self.patience_s = transport, store, patience_s
         self.rank, self.size = transport.rank, transport.world
         self._opened = 0
-        members = range(self.size)
-        transport.open(Group.edges(members, "state"))
-        self.group = Group(transport, members, "state")  # for what the program's own thread exchanges
+        self.calls = Calls(store, self.rank, self.size)
+        transport.open(Group.edges(range(self.size), "state"))
+        self.group = NotedGroup(transport, "state", self.calls)  # for what the program's own thread exchanges
 
-    def ring(self) -> Collective:
-        """A ring of its own channels over all ranks. All ranks ask in the same order."""
+    def ring(self, devices: Iterable[torch.device]) -> Ring:
+        """A ring of its own channels over all ranks, for tensors on `devices`. All ranks ask in the same order.
+
+        ValueError where they are of several kinds, or on GPUs where the world was joined with CPUs.
+        """
+        kinds = sorted({device.type for device in devices})
+        if len(kinds) > 1:
+            raise ValueError(f"the parameters are on {' and '.join(kinds)}: move the model to one device first")
         self._opened += 1
-        label = f"gradients{self._opened}"
-        self.transport.open(Ring.edges(range(self.size), label))
-        return Ring(self.transport, range(self.size), label)
+        label, transport = f"gradients{self._opened}", self._transport_of(*kinds)
+        transport.open(Ring.edges(range(self.size), label))
+        return Ring(transport, range(self.size), label)
+
+    def _transport_of(self, kind: str) -> Transport:
+        """Where a model is decides what its gradients go through, not which devices the host has."""
+        if self.size == 1 or kind == self.transport.device.type:
+            return self.transport
+        if kind != "cpu" or self._between_cpus is None:
+            raise ValueError(
+                f"the parameters are on {kind}, but the ranks are connected for {self.transport.device.type}: call "
+                f"engine.init(device={kind!r}) first, or move the model"
+            )
+        self._cpus = self._cpus or self._between_cpus()
+        return self._cpus
+
+    def making(self) -> AbstractContextManager[None]:
+        """The call in which ranks make their next optimizer together."""
+        return self.calls.during("DistributedOptimizer", f"DistributedOptimizer(), number {self._opened + 1}")
 
     def close(self) -> None:
-        self.transport.close()
+        for transport in {id(each): each for each in (self.transport, self._cpus) if each is not None}.values():
+            transport.close()
 
 
 _world: World | None = None
@@ -72,7 +108,9 @@ def init(timeout_s: float = TIMEOUT_S, patience_s: float = PATIENCE_S, device: s
         if not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
             raise ValueError(f"{name}={seconds!r} must be a positive, finite number of seconds")
     store = _store(timeout_s)
-    _world = World(_transport(store, timeout_s, device), store, patience_s)
+    beside = PrefixStore("cpus", store) if joined() else store
+    transport = _transport(store, timeout_s, device)
+    _world = World(transport, store, patience_s, lambda: _between_cpus(beside, timeout_s))
     atexit.register(shutdown)
     return _world
 
@@ -116,9 +154,15 @@ def _transport(store: Store, timeout_s: float, device: str) -> Transport:
     if not joined():
         return ThreadHub(1, timeout_s).transport(0)
     number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local, beside = int(os.environ.get("LOCAL_RANK", number)), int(os.environ.get("LOCAL_WORLD_SIZE", count))
-    if device == "cuda" or (device == "auto" and torch.cuda.device_count() >= beside):
+    gpus = torch.cuda.device_count()
+    seat = seat_of(number, count, os.environ, gpus)
+    if device == "cuda" or (device == "auto" and seat.enough(gpus)):
         from engine.runtime.transport.nccl import NcclTransport  # builds of torch for CPUs have no NCCL
 
-        return NcclTransport(number, count, store, timeout_s, torch.device("cuda", local))
+        return NcclTransport(number, count, store, timeout_s, torch.device("cuda", seat.gpu(gpus)))
+    return _between_cpus(store, timeout_s)
+
+
+def _between_cpus(store: Store, timeout_s: float) -> Transport:
+    number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return between_processes(number, count, store, timeout_s, without_shared_memory() is None)

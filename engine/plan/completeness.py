@@ -44,12 +44,13 @@ def in_range(flat: Flat) -> None:
 def placed(flat: Flat) -> None:
     """Every action stands on the rank of its stage; REDUCE, STEP and GATHER on one that holds the stage."""
     alone = flat.microbatch < 0
-    home = flat.home[flat.stage, np.maximum(flat.microbatch, 0)]
-    wrong = ~alone & (home != flat.rank)
+    wrong, rest = np.zeros(len(flat), dtype=bool), np.flatnonzero(~alone)
+    wrong[rest] = flat.home[flat.stage[rest], flat.microbatch[rest]] != flat.rank[rest]
     for index in np.flatnonzero(alone).tolist():
         wrong[index] = all(way[flat.stage[index]] != flat.rank[index] for way in flat.program.placement.rank_of)
     if (at := first(wrong)) is not None:
-        there = f"stage {flat.stage[at]} on rank {home[at]}"
+        home = flat.program.placement.rank(int(flat.stage[at]), int(flat.microbatch[at]))
+        there = f"stage {flat.stage[at]} on rank {home}"
         refuse(flat, at, flat.action(at), there, f"{flat.action(at)} is misplaced: the placement has {there}")
 
 

@@ -10,6 +10,8 @@ All checks but the last look at whole arrays at once; the last walks the program
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from engine.plan.actions import Action, Op, Program
@@ -18,7 +20,7 @@ from engine.plan.dependencies import Dependencies, Flat, dependencies, progress
 from engine.plan.refusal import InvalidProgram, first, place, refuse
 from engine.plan.updates import in_updates
 
-__all__ = ["InvalidProgram", "peak_in_flight", "peak_kept", "verify"]
+__all__ = ["InvalidProgram", "peak_in_flight", "peak_kept", "verify", "verify_idle"]
 
 MOST_LINKS = 8  # of a circle of waiting ranks, in a refusal
 Places = dict[tuple[int, int], int]  # (rank, stage) -> index of an action
@@ -27,7 +29,8 @@ Places = dict[tuple[int, int], int]  # (rank, stage) -> index of an action
 def verify(program: Program, ascending: bool = True) -> None:
     """Raise InvalidProgram unless the program, compute-only or lowered, is proven to run.
 
-    A program without any backward is one of evaluation: its forwards alone make it complete. `ascending=False` lets a
+    A program without any backward is one of evaluation: its forwards alone make it complete. One without micro-batches
+    is the step of a replica that has no samples (see `verify_idle`). `ascending=False` lets a
     stage add its gradients in another order than that of the micro-batches, as PyTorch's looped BFS does: the sum is
     then the same only up to rounding.
     """
@@ -53,6 +56,30 @@ def verify(program: Program, ascending: bool = True) -> None:
     _gathers(flat)
     _channels(flat)
     _progress(flat, waits)
+
+
+def verify_idle(program: Program, others: Iterable[Program]) -> None:
+    """Raise InvalidProgram unless the step of a replica without samples is proven to fit those of `others`.
+
+    It takes part in what replicas do together, so on every rank it reduces, updates and gathers as they do.
+    """
+    verify(program)
+    flat = Flat(program)
+    mine = _together(flat)
+    for other in others:
+        theirs = _together(Flat(other))
+        for (rank, action), at in mine.items():
+            if (rank, action) not in theirs:
+                name = f"{other.name} of {other.microbatches} micro-batches"
+                refuse(flat, at, action, other.name, f"{action} has no counterpart in {name}: it would wait for ever")
+        for rank, action in sorted(theirs.keys() - mine.keys()):
+            refuse(flat, None, "rank", action, f"rank {rank} lacks {action}, for which the other replicas wait")
+
+
+def _together(flat: Flat) -> dict[tuple[int, Action], int]:
+    """What a rank does with other replicas, and its update: index by (rank, action)."""
+    found = np.flatnonzero(flat.having(Op.REDUCE, Op.STEP, Op.GATHER)).tolist()
+    return {(int(flat.rank[at]), flat.action(at)): at for at in found}
 
 
 def peak_in_flight(program: Program) -> list[int]:
@@ -106,7 +133,7 @@ def _reductions(flat: Flat) -> None:
     if not reduces:
         return
     last = flat.last(Op.B, Op.W)
-    if not last:
+    if not last and flat.program.microbatches:
         _without_backward(flat, min(reduces.values()))
     for home in flat.program.placement.homes:
         reduction, at, backward = Action(home[1], Op.REDUCE), reduces.get(home), last.get(home)
@@ -125,7 +152,7 @@ def _steps(flat: Flat) -> None:
     steps = {rank: index for (rank, _), index in _one_each(flat, Op.STEP, by_stage=False).items()}
     if not steps:
         return
-    if not flat.having(Op.B, Op.W).any():
+    if flat.program.microbatches and not flat.having(Op.B, Op.W).any():
         _without_backward(flat, min(steps.values()))
     for rank in sorted({rank for rank, _ in flat.program.placement.homes}):
         end = int(flat.offsets[rank + 1]) - 1

@@ -56,5 +56,6 @@ class Progress:
 
 def _steps(job: Job) -> int:
     train = job.settings.train
-    per_epoch = -(-job.train_samples // train.global_batch_size)
+    full, rest = divmod(job.train_samples, train.global_batch_size)
+    per_epoch = full + (rest > 0 and not job.settings.data.get("drop_last"))
     return train.steps if train.steps is not None else (train.epochs or 0) * per_epoch

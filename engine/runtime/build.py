@@ -21,6 +21,7 @@ from engine.errors import a_type
 from engine.job import Job
 from engine.runtime.connections import connections
 from engine.runtime.dtypes import cast
+from engine.runtime.environment import seat_of
 from engine.runtime.modes import begin_training
 from engine.runtime.seeds import building
 from engine.runtime.stage import Stage, StageLayer
@@ -37,8 +38,10 @@ def device_of(job: Job, rank: int) -> torch.device:
     """The device of a world rank: one GPU per rank of a host; threads may share them."""
     if job.settings.device != "cuda":
         return torch.device("cpu")
-    local = int(os.environ.get("LOCAL_RANK", rank))
-    return torch.device("cuda", local % torch.cuda.device_count())
+    gpus = torch.cuda.device_count()
+    if job.settings.launch == "threads":
+        return torch.device("cuda", rank % gpus)
+    return torch.device("cuda", seat_of(rank, job.world, os.environ, gpus).gpu(gpus))
 
 
 def model_layers(config: Mapping[str, Any]) -> list[tuple[str, Callable[[], nn.Module]]]:

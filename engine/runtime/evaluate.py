@@ -128,8 +128,9 @@ class Evaluation:
         for stage in sorted(self._stages):
             for _, buffer in self._stages[stage].named_buffers():
                 lends = self._replica == 0 and stage in self._own
-                flat = (buffer if lends else torch.zeros_like(buffer)).flatten().clone()
-                self._wiring.reduction[stage].all_reduce(flat.view(torch.uint8))  # of any dtype, and to the bit
+                flat = buffer.flatten().clone() if lends else torch.zeros_like(buffer).flatten()
+                # As bytes: with zeros they add up to themselves, whatever the dtype and the backend.
+                self._wiring.reduction[stage].all_reduce(flat.view(torch.uint8))
                 buffer.copy_(flat.view_as(buffer))
         return own
 

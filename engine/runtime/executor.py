@@ -17,7 +17,8 @@ An overlapped pair, F of one micro-batch and B or I of another, runs by the mode
 messages are there; without such a function one after the other. What they send leaves behind the pair in any case.
 
 Neighbouring stages on one rank hand tensors over directly. An exception leaves with the attributes `stage`,
-`microbatch` and `action`, so that whoever reports it can say where it happened.
+`microbatch` and `action`, so that whoever reports it can say where it happened. Once another rank has failed, the next
+action is not begun, also where it waits for nobody.
 """
 
 from __future__ import annotations
@@ -128,6 +129,7 @@ class Executor:
         """One action; the number of its span where it is a computation."""
         self._position[0] = action.pack() | self._phase
         try:
+            self.links.check()
             if profiling():  # its own label costs more than the engine's own span
                 with record_function(str(action)):
                     return self._do[action.op](action.stage, action.microbatch)
@@ -149,6 +151,7 @@ class Executor:
     def _together(self, overlap: Overlap, ahead: Action, behind: Action) -> tuple[int, int]:
         """Both of a pair by the model's function, with both of their messages there before it is called."""
         self._position[0] = ahead.pack()
+        self.links.check()
         kind, place, spans = Kind(int(behind.op)), (behind.stage, behind.microbatch), []
         held = self.stages[behind.stage].held(behind.microbatch)
         try:

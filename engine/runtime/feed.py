@@ -25,6 +25,8 @@ from engine.runtime.source import dataset, loader, pair, to_device
 from engine.runtime.stage import Draw
 from engine.runtime.trace import Tracer
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Share:
@@ -86,9 +88,9 @@ class Shares:
         legal: Callable[[int], int],
     ) -> None:
         settings = job.settings
-        shuffle = bool(settings.data.get("shuffle", True))
+        shuffle, drop = bool(settings.data.get("shuffle", True)), bool(settings.data.get("drop_last", False))
         self.batches = Batches(
-            job.train_samples, settings.train.global_batch_size, job.replicas, settings.seed, shuffle
+            job.train_samples, settings.train.global_batch_size, job.replicas, settings.seed, shuffle, drop
         )
         self.steps = self.batches.steps(settings.train.steps, settings.train.epochs)
         self._job, self._device, self._tracer, self._legal = job, device, tracer, legal
@@ -162,10 +164,16 @@ class Count:
     Started before the step's first action, waited for where the first backward of the last stage needs it.
     """
 
-    def __init__(self, local: float, start: Callable[[torch.Tensor], Callable[[], None]], tracer: Tracer) -> None:
+    def __init__(
+        self,
+        local: float,
+        start: Callable[[torch.Tensor], Callable[[], None]],
+        tracer: Tracer,
+        device: torch.device = CPU,  # where what `start` is given may live: NCCL adds what is on GPUs only
+    ) -> None:
         self.local = local
         self._tracer = tracer
-        self._total = torch.tensor(local, dtype=torch.float64)
+        self._total = torch.tensor(local, dtype=torch.float64, device=device)
         self._wait: Callable[[], None] | None = start(self._total)
 
     @staticmethod

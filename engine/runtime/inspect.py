@@ -96,7 +96,7 @@ class FakeModel:
         self._sends: dict[int, tuple[int, int]] = {}  # of a training pass, by layer
         self.changes: dict[int, Changes] = {}  # by layer: what its forward in training changes
         self.random_loss = False  # whether the loss may draw: it did, or it could not be watched to its end
-        with quiet(), self._mode, torch.device(device):
+        with quiet(), self._mode, torch.device(device), _convertible():
             made = factories()
             self.names = [name for name, _ in made]
             built = [_built(name, factory) for name, factory in made]
@@ -246,6 +246,42 @@ def _built(name: str, factory: Callable[[], nn.Module]) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise ValueError(f"the factory of layer {name!r} returned {a_type(module)}, not an nn.Module")
     return module
+
+
+@contextmanager
+def _convertible() -> Iterator[None]:
+    """Let layers convert themselves while they are built (`.double()`, `.to(...)`).
+
+    torch swaps a fake module's tensors in place, which fails or not by what its caches refer to; here they are replaced
+    in the module's tables, as in `_cast`. The run's precision comes afterwards, in the workers too.
+    """
+    whole = nn.Module._apply
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # id of a tensor -> the tensor, what it was replaced by
+
+    def apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for child in module.children() if recurse else ():
+            child._apply(fn)
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                now = tensor
+                while id(now) in made:  # a tensor of several modules is converted once
+                    now = made[id(now)][1]
+                if now is None:
+                    continue
+                with torch.no_grad():
+                    moved = fn(now)
+                if moved is not now:
+                    parameter = isinstance(now, nn.Parameter)
+                    moved = nn.Parameter(moved, now.requires_grad) if parameter else moved
+                    made[id(now)] = now, moved
+                table[name] = moved  # type: ignore[assignment]
+        return module
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = whole  # type: ignore[method-assign]
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -84,6 +84,10 @@ class Links:
         self._consumed: dict[Key, int] = {}
         self.bytes_sent = 0
 
+    def check(self) -> None:
+        """Raise PeerLost where the run was aborted."""
+        self._transport.check()
+
     def post(self, peer: int, kind: str, layout: Layout) -> Pending:
         """Post the receive of the next message of `kind` ("F", "B") from pipeline rank `peer`."""
         key = peer, kind

@@ -28,17 +28,18 @@ def sizes(total: int, parts: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of a run over a data set of `samples`: `global_size` each, the last of an epoch shorter."""
+    """The batches of a run over `samples`: `global_size` each, the last of an epoch shorter or left out."""
 
     samples: int
     global_size: int
     replicas: int
     seed: int
     shuffle: bool
+    drop_last: bool = False  # leave out a short last batch
 
     @property
     def per_epoch(self) -> int:
-        return -(-self.samples // self.global_size)
+        return self.samples // self.global_size if self.drop_last else -(-self.samples // self.global_size)
 
     def steps(self, steps: int | None, epochs: int | None) -> int:
         """How many batches a run takes: `steps`, or so many whole epochs where that is None."""

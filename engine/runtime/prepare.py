@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -24,12 +25,13 @@ from engine.plan.partition import manual, partition
 from engine.plan.schedules import SCHEDULES, largest_legal_microbatches
 from engine.plan.schedules import build as build_schedule
 from engine.plan.schedules.forward_only import evaluation
-from engine.plan.verify import verify
+from engine.plan.verify import verify, verify_idle
 from engine.runtime.asynchronous_sgd import check_asynchronous_sgd
 from engine.runtime.build import DTYPES, autocast_of, model_layers
 from engine.runtime.changes import check_changes, check_synchronised
 from engine.runtime.connections import check_open_files, connections
 from engine.runtime.delay import check_delay
+from engine.runtime.devices import choose
 from engine.runtime.inspect import FakeModel
 from engine.runtime.lazy_dynamo import put_off
 from engine.runtime.losses import Loss, make_loss, with_tensors
@@ -51,7 +53,7 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
     """The job that `settings` describe. Raises ValueError for every mistake found; starts nothing."""
     put_off()
     prepare_import_path(start_dir)
-    settings = grouped(replace(settings, device=resolve_device(settings)))
+    settings = grouped(replace(settings, device=choose(settings, os.environ, torch.cuda.device_count())))
     transport_of(settings)
     compute = compute_program(settings, settings.pipeline.microbatches)
     verify(compute, SCHEDULES[compute.name].ascending)
@@ -112,35 +114,22 @@ def _step_by_step(settings: Settings, compute: Program, microbatches: Iterable[i
     reduce = settings.data_parallel.replicas * compute.placement.copies > 1
     again, gather = settings.train.accumulate > 1, settings.divided
     whole = _lowered(training, reduce=reduce, step=True, gather=gather)
+    idle = _idle(compute.placement, reduce, gather)
+    verify_idle(idle, whole.values())
     return {
         "compute": compute,
-        "steps": {0: _idle(compute.placement, reduce, gather)} | whole,
+        "steps": {0: idle} | whole,
         "passes": _lowered(training, reduce=False, step=False) if again else {},
     }
 
 
 def _without_drains(settings: Settings, samples: int, eval_samples: int) -> dict[str, Any]:
     """What a job holds of an asynchronous schedule: a program for each window between two drains."""
-    batches, train = _batches(settings, samples), settings.train
-    windows = window_lengths(batches.steps(train.steps, train.epochs), settings.eval.every if eval_samples else None)
+    batches = _batches(settings, samples)
+    windows = window_lengths(_steps(settings, batches), settings.eval.every if eval_samples else None)
     streams = stream_programs(settings, batches, windows)
     first = stream_program(settings, next(iter(streams)))
     return {"compute": first, "steps": {}, "passes": {}, "windows": windows, "streams": streams}
-
-
-def resolve_device(settings: Settings) -> str:
-    """ "cpu" or "cuda". `auto` takes the GPUs where every rank finds one."""
-    needed = settings.pipeline.ranks * settings.data_parallel.replicas
-    present = torch.cuda.device_count()
-    enough = present >= (1 if settings.launch == "threads" else needed)
-    if settings.device == "auto":
-        return "cuda" if present and enough else "cpu"
-    if settings.device == "cuda" and not enough:
-        raise ValueError(
-            f"device=cuda with {needed} ranks (pipeline.ranks x data_parallel.replicas), but this host has {present} "
-            "GPUs; lower one of them, or use device=cpu, or launch=threads to put several ranks on one GPU"
-        )
-    return settings.device
 
 
 def compute_program(settings: Settings, microbatches: int) -> Program:
@@ -226,7 +215,13 @@ def choose_split(settings: Settings, model: FakeModel, stages: int) -> tuple[int
             )
         return split
     if name == "model" and own is not None and len(own) + 1 == stages:
-        return manual(model.names, own)
+        try:
+            return manual(model.names, own)
+        except ValueError as error:
+            raise ValueError(
+                f"model.split={list(own)} does not fit this model: {error}. Where it came with another model's "
+                "configuration, set model.split=null, or choose partition=parameters"
+            ) from error
     costs = [1.0] * len(model.names) if name == "uniform" else [float(n) for n in model.parameters]
     return partition(costs, stages)
 
@@ -255,6 +250,12 @@ def _measure_data(settings: Settings) -> tuple[dict[str, int], dict[str, Sample]
             lengths[mode] = length_of(source, where)
             items[mode] = sample_of(source, where)
     samples, replicas = lengths["train"], settings.data_parallel.replicas
+    size = settings.train.global_batch_size
+    if settings.data.get("drop_last") and samples < size:
+        raise ValueError(
+            f"data.drop_last=true leaves no batch of the {samples} samples that data has: "
+            f"train.global_batch_size={size} is more; use at most {samples}, or data.drop_last=false"
+        )
     if samples < replicas:
         raise ValueError(
             f"data has {samples} samples for data_parallel.replicas={replicas}; use at most {samples} replicas"
@@ -279,9 +280,7 @@ def _try_parts(
             smallest = min(rows for each, rows in boundaries if each == mode)
             output = boundaries[mode, smallest][-1]
             drawn.append(try_loss(loss, output, target, smallest, DTYPES[settings.precision], autocast))
-    train = settings.train
-    batches = Batches(lengths["train"], train.global_batch_size, settings.data_parallel.replicas, 0, shuffle=False)
-    try_update(settings, model.trainable, batches.steps(train.steps, train.epochs))
+    try_update(settings, model.trainable, _steps(settings, _batches(settings, lengths["train"])))
     return any(drawn) if drawn else model.random_loss
 
 
@@ -323,7 +322,12 @@ def _microbatches(settings: Settings) -> int:
 
 def _batches(settings: Settings, samples: int) -> Batches:
     """The training's batches, in no particular order."""
-    return Batches(samples, settings.train.global_batch_size, settings.data_parallel.replicas, 0, shuffle=False)
+    drop, replicas = bool(settings.data.get("drop_last", False)), settings.data_parallel.replicas
+    return Batches(samples, settings.train.global_batch_size, replicas, 0, shuffle=False, drop_last=drop)
+
+
+def _steps(settings: Settings, batches: Batches) -> int:
+    return batches.steps(settings.train.steps, settings.train.epochs)
 
 
 def _training_pieces(settings: Settings, samples: int) -> list[list[int]]:
@@ -331,19 +335,23 @@ def _training_pieces(settings: Settings, samples: int) -> list[list[int]]:
         return microbatches if asynchronous else compute_program(settings, microbatches).microbatches
 
     asynchronous = SCHEDULES[settings.schedule["name"]].stream is not None
-    return _pieces(_batches(settings, samples), settings.train.accumulate, _microbatches(settings), legal)
+    batches = _batches(settings, samples)
+    steps, accumulate = _steps(settings, batches), settings.train.accumulate
+    return _pieces(batches, steps, accumulate, _microbatches(settings), legal)
 
 
 def _evaluation_pieces(settings: Settings, samples: int) -> list[list[int]]:
     size = settings.eval.batch_size or settings.train.global_batch_size
     batches = Batches(samples, size, settings.data_parallel.replicas, 0, shuffle=False)
-    return _pieces(batches, 1, settings.pipeline.microbatches, lambda m: m) if samples else []
+    return _pieces(batches, batches.per_epoch, 1, settings.pipeline.microbatches, lambda m: m) if samples else []
 
 
-def _pieces(batches: Batches, accumulate: int, microbatches: int, legal: Callable[[int], int]) -> list[list[int]]:
-    """Every list of micro-batch sizes that a pass over these batches can have, each once."""
+def _pieces(
+    batches: Batches, steps: int, accumulate: int, microbatches: int, legal: Callable[[int], int]
+) -> list[list[int]]:
+    """Every list of micro-batch sizes that a pass over the first `steps` of these batches can have, each once."""
     found: dict[tuple[int, ...], list[int]] = {}
-    for count in {batches.count(0), batches.count(batches.per_epoch - 1)}:
+    for count in {batches.count(index) for index in (0, batches.per_epoch - 1) if index < steps}:
         for share in set(sizes(count, batches.replicas)):
             for piece in passes(share, accumulate, microbatches, legal):
                 found.setdefault(tuple(piece), piece)

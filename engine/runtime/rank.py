@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 
-from engine.errors import message_of, printable
+from engine.errors import ExhaustedError, message_of, printable
 from engine.job import Job
 from engine.records import encode
 from engine.runtime.clock import Clocks
@@ -65,7 +65,7 @@ def error_record(rank: int, error: BaseException) -> bytes:
         "peer": error.peer if isinstance(error, PeerError) else None,
         "type": type(error).__name__,
         "message": message_of(error) + _remedy(error),
-        "traceback": printable("".join(traceback.format_exception(error))),
+        "traceback": "" if isinstance(error, ExhaustedError) else printable("".join(traceback.format_exception(error))),
         "time_ns": time.monotonic_ns(),
     }
     return encode("error", meta)
@@ -73,11 +73,19 @@ def error_record(rank: int, error: BaseException) -> bytes:
 
 def _remedy(error: BaseException) -> str:
     """What to do where a limit of the system was met; how many files a rank needs depends on how many it meets."""
-    if type(error) is OSError and error.errno == errno.EMFILE:
+    if type(error) not in (OSError, ExhaustedError):
+        return ""
+    assert isinstance(error, OSError)
+    if error.errno in (errno.EMFILE, errno.ENFILE):
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return (
             f": a process may open {files} files here: raise the limit (ulimit -n {max(1024, 4 * files)}), or lower "
             "pipeline.ranks or data_parallel.replicas"
+        )
+    if error.errno == errno.ENOMEM:
+        return (
+            ": raise the memory limit (ulimit -v, or the container's), use transport=gloo, or lower "
+            "train.global_batch_size or raise pipeline.microbatches"
         )
     return ""
 

@@ -6,10 +6,12 @@ nothing. Sharding is over replicas, never over ranks.
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count as natural
 from typing import Any
 
@@ -18,13 +20,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from engine.errors import Interrupted, said
+from engine.errors import ExhaustedError, Interrupted, said
 from engine.runtime.dtypes import in_precision
 from engine.runtime.microbatch import Batches
 from engine.runtime.seeds import loading, seed_for
 from engine.targets import build
 
-LOADER_KEYS = ("workers", "pin_memory", "shuffle", "evaluation")
+LOADER_KEYS = ("workers", "pin_memory", "shuffle", "drop_last", "evaluation")
 
 
 def dataset(config: Mapping[str, Any], evaluation: bool) -> Dataset[Any] | None:
@@ -90,18 +92,6 @@ def _naming(say: Callable[[BaseException], str]) -> Iterator[None]:
         raise ItemError(f"data: {say(error)}") from error
 
 
-def _unwrapped(found: Iterator[Any]) -> Iterator[Any]:
-    """The same; what a loader's process raised says what it was in a line, without that process's traceback."""
-    while True:
-        try:
-            batch = next(found, None)
-        except ItemError as error:
-            raise ItemError(str(error).rpartition(f"{ItemError.__name__}: ")[2].rstrip()) from error
-        if batch is None:
-            return
-        yield batch
-
-
 def loader(
     config: Mapping[str, Any], data: Dataset[Any], batches: Batches, replica: int, count: int, device: torch.device
 ) -> Iterator[Any]:
@@ -122,7 +112,44 @@ def loader(
             generator=torch.Generator().manual_seed(seed_for(batches.seed, "loader", replica)),
         )
     )
-    return _unwrapped(found) if workers else _seeded(found, batches.seed, replica)
+    return _explained(found) if workers else _seeded(found, batches.seed, replica)
+
+
+def _explained(found: Iterator[Any]) -> Iterator[Any]:
+    """The batches that a loader's processes make. ExhaustedError where they cannot hand one over; what an item of the
+    data set raised is said in a line, without that process's traceback."""
+    while True:
+        try:
+            batch = next(found)
+        except StopIteration:
+            return
+        except ItemError as error:
+            raise ItemError(str(error).rpartition(f"{ItemError.__name__}: ")[2].rstrip()) from error
+        except (RuntimeError, OSError) as error:
+            raise without_room(error) or error from error
+        yield batch
+
+
+def without_room(error: Exception) -> ExhaustedError | None:
+    """What a loader's error means where there was no room for a batch, or no file to hand it over; None elsewhere.
+
+    Batches come from a loader's processes through /dev/shm, each tensor as an open file.
+    """
+    text = str(error)
+    if "Too many open files" in text or "ancillary data" in text:
+        return ExhaustedError(errno.EMFILE, "too many open files for the batches of data.workers (0 needs none)")
+    if any(sign in text for sign in ("shared memory", "Bus error", "/torch_")):
+        shown = ""
+        with suppress(OSError):
+            room = os.statvfs("/dev/shm")
+            whole, free = (blocks * room.f_frsize / 1e6 for blocks in (room.f_blocks, room.f_bavail))
+            shown = f" ({whole:.0f} MB, {free:.0f} MB of them free)"
+        return ExhaustedError(
+            errno.ENOSPC,
+            f"no room in /dev/shm{shown} for the batches of data.workers: make it larger (docker run --shm-size=1g, or "
+            "mount -o remount,size=1g /dev/shm), or use data.workers=0, or smaller batches",
+        )
+    return None
 
 
 def _seeded(found: Iterator[Any], seed: int, replica: int) -> Iterator[Any]:

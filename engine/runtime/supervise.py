@@ -25,12 +25,14 @@ from typing import Any
 from engine.job import Job
 from engine.records import Record, decode
 from engine.runtime import handover, interrupt, position
-from engine.runtime.verdict import Verdict
+from engine.runtime.verdict import Verdict, ended
 
 SURE_GRACE_S = 0.3  # after an error that is a cause: another rank may have failed a moment earlier
 PEER_GRACE_S = 3.0  # after an error that is only an effect: the cause may still be on its way
 TERM_GRACE_S = 1.0  # between SIGTERM and SIGKILL
 LEAVE_GRACE_S = 3.0  # between the last `done` and the end of a worker
+UNKNOWN_EXIT = 255  # what multiprocessing gives for a process whose end the fork server did not report
+FORK_SERVER_GRACE_S, POLL_S = 1.0, 0.01  # between the moment that its files are closed and its end
 
 # (job, rank, where to meet, post): runs one rank and raises on failure. Importable, since a worker imports it anew.
 Entry = Callable[[Job, int, Any, Callable[[bytes], None]], None]
@@ -65,6 +67,26 @@ def cool_down() -> None:
     if pid is not None:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def fork_server_end(wait_s: float) -> str | None:
+    """How the fork server ended, in words, where it has, or does within `wait_s`; it is left to be reaped."""
+    from multiprocessing import forkserver
+
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    deadline = time.monotonic() + wait_s
+    while pid is not None:
+        try:
+            found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return f"the fork server (process {pid}) has ended"
+        if found is not None:
+            code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+            return f"the fork server (process {pid}) {ended(code)}"
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(POLL_S)
+    return None
 
 
 @dataclass
@@ -114,6 +136,8 @@ class Supervisor:
             try:
                 self._start_one(forkserver, rank, given)
             except (OSError, EOFError) as error:  # EOFError: the fork server has ended
+                if how := fork_server_end(FORK_SERVER_GRACE_S if isinstance(error, EOFError | ConnectionError) else 0):
+                    raise OSError(f"{how} while it started rank {rank}; start the run again") from error
                 raise OSError(_not_started(rank, self.job.world, error)) from error
 
     def _start_one(self, forkserver: Any, rank: int, given: bytes) -> None:
@@ -185,6 +209,9 @@ class Supervisor:
             return
         worker.process.join(LEAVE_GRACE_S)
         code = worker.process.exitcode
+        if code == UNKNOWN_EXIT and (how := fork_server_end(FORK_SERVER_GRACE_S)):
+            self.verdict.helper = f"{how}: it had started the ranks, which cannot go on without it; start the run again"
+            return
         last = position.decode(self._positions[worker.rank])
         self.verdict.add_death(worker.rank, 0 if code is None else code, last)
 

@@ -2,7 +2,8 @@
 
 One rank's failure makes the others fail too, a moment later and with less to say. In this order the first that exists
 is the cause: an exception a rank raised itself (the earliest by rank 0's clock, as far as the others' was compared with
-it); a process that ended without a word; a rank that others waited for in vain and that reported nothing.
+it); the end of the fork server; a process that ended without a word; a rank that others waited for in vain and that
+reported nothing.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Verdict:
         default_factory=dict
     )  # rank -> exit code as multiprocessing gives it, if known
     positions: dict[int, Place] = field(default_factory=dict)  # rank -> what it was last seen doing
+    helper: str | None = None  # how a process ended that is no rank, and without which none can go on
     offsets: dict[int, int] = field(default_factory=dict)  # rank with another clock -> ns to rank 0's
 
     def add_clock(self, meta: Meta) -> None:
@@ -59,12 +61,12 @@ class Verdict:
 
     @property
     def failed(self) -> bool:
-        return bool(self.errors or self.deaths)
+        return bool(self.errors or self.deaths or self.helper)
 
     @property
     def certain(self) -> bool:
         """Whether the cause is known, not only its effects on other ranks."""
-        return bool(self.deaths) or any(meta["own"] for meta in self.errors)
+        return bool(self.deaths or self.helper) or any(meta["own"] for meta in self.errors)
 
     @property
     def cause(self) -> Meta | None:
@@ -74,7 +76,7 @@ class Verdict:
 
     @property
     def traceback(self) -> str | None:
-        meta = self.cause or (self.errors[0] if self.errors and not self.deaths else None)
+        meta = self.cause or (self.errors[0] if self.errors and not (self.deaths or self.helper) else None)
         return meta["traceback"] if meta else None
 
     def outcome(self, signum: int | None) -> Outcome:
@@ -86,14 +88,16 @@ class Verdict:
         return Outcome("completed")
 
     def message(self) -> str:
-        """One sentence that begins with the rank. Only for a failed run."""
+        """One sentence that begins with who failed. Only for a failed run."""
         assert self.failed
         meta = self.cause
         if meta is not None:
             return f"{self._who(meta['rank'], _place(meta))} failed: {meta['type']}: {meta['message']}"
+        if self.helper is not None:
+            return self.helper
         if self.deaths:
             rank, code = next(iter(self.deaths.items()))
-            return f"{self._who(rank, self._last_seen(rank))} {_ended(code)}"
+            return f"{self._who(rank, self._last_seen(rank))} {ended(code)}"
         return self._silent()
 
     def _silent(self) -> str:
@@ -131,13 +135,19 @@ def _place(meta: Meta) -> list[str]:
     return place
 
 
-def _ended(exit_code: int | None) -> str:
+def ended(exit_code: int | None) -> str:
+    """How a process ended, by its exit code as multiprocessing gives it; None where that is not known."""
     if exit_code is None:
         return "went away without a word: its process was killed, or crashed"
     if exit_code >= 0:
         return f"ended with exit status {exit_code} before the run was over"
     if exit_code == -signal.SIGKILL:
         return f"was killed by SIGKILL ({OUT_OF_MEMORY})"
+    if exit_code == -signal.SIGBUS:
+        return (
+            "was killed by SIGBUS: memory that processes share could not be had (/dev/shm is full, or the memory "
+            "limit is reached); make room, or use transport=gloo and data.workers=0"
+        )
     try:
         return f"was killed by {signal.Signals(-exit_code).name}"
     except ValueError:

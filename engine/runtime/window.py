@@ -71,7 +71,7 @@ def _check(settings: Settings, updates: Updates) -> None:
         raise ValueError(
             f"the last batch of an epoch leaves one of data_parallel.replicas={settings.data_parallel.replicas} "
             f"without samples, and with schedule {name} each replica needs one in every update: choose "
-            "train.global_batch_size so that it divides the number of samples, or fewer replicas"
+            "data.drop_last=true, a train.global_batch_size that divides the number of samples, or fewer replicas"
         )
     if ranks * sum(updates) > MOST_PAIRS:
         raise ValueError(

@@ -288,7 +288,7 @@ class Worker:
     def _count(self, step: int, share: Share) -> Count:
         """What the global batch of a share counted, or where replicas are asynchronous the share: started here."""
         start = self.wiring.sum_counts if self.async_sgd is None else Count.alone
-        return Count(self.shares.counted(step, share, self.loss), start, self.tracer)
+        return Count(self.shares.counted(step, share, self.loss), start, self.tracer, self.device)
 
     def _legal(self, microbatches: int) -> int:
         """The largest number of micro-batches, at most so many, for which there is a program."""

@@ -90,6 +90,9 @@ class Transport(Protocol):
 
     def open_group(self, members: Sequence[int], label: str) -> None: ...
 
+    def check(self) -> None:
+        """Raise PeerLost where the run was aborted while this rank waited for nobody; processes are killed instead."""
+
     def close(self) -> None:
         """Orderly, after the last wait."""
 

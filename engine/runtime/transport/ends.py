@@ -7,6 +7,7 @@ SendingEnd ── entry k of the ring: segment, offset, bytes ──► Receivin
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import select
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from engine.runtime.transport import AnyMemory, Edge, PeerLost, PeerTimeout, Work
 from engine.runtime.transport.c10d import as_bytes
-from engine.runtime.transport.segments import Mapped, Segments, Slot
+from engine.runtime.transport.segments import Mapped, Segments, Slot, refused
 from engine.runtime.transport.waits import Waits
 
 RING = 2**13  # entries: messages of one channel that may be under way at once
@@ -219,6 +220,7 @@ class ReceivingEnd(_End):
         self._mapped = Mapped()
         self._posted: deque[_Receive] = deque()
         self._arrived = self._read = 0
+        self._unmapped: OSError | None = None  # why a segment could not be mapped
         self._lock = threading.Lock()  # held by whoever fills receives
         self._take(*handed)
         self._watch(self._arrived_fd)
@@ -260,13 +262,29 @@ class ReceivingEnd(_End):
                 f"{self.edge}: rank {self.edge.src} sends {nbytes} bytes, "
                 f"rank {self.edge.dst} receives {receive.data.numel()}"
             )
-        while segment >= len(self._mapped):  # announced before the message that lies in it
-            data, (fd,), _, _ = socket.recv_fds(self._socket, _SIZE.size, 1)
-            self._mapped.add(fd, *_SIZE.unpack(data))
+        try:
+            self._map(segment)
+        except OSError as error:
+            self._posted.appendleft(receive)
+            self._unmapped = self._unmapped or error
+            raise
         self._mapped.copy(segment, offset, receive.data, receive.memory)
         receive.complete = True
         self._read += 1
         os.eventfd_write(self._taken_fd, 1)
+
+    def _map(self, segment: int) -> None:
+        """Map what was announced before the message that lies in it. OSError, now and ever after, where that cannot be:
+        the descriptor has come and gone."""
+        while segment >= len(self._mapped):
+            if self._unmapped is not None:
+                raise self._unmapped
+            data, handed, _, _ = socket.recv_fds(self._socket, _SIZE.size, 1)
+            (nbytes,) = _SIZE.unpack(data)
+            with refused(nbytes):
+                if not handed:  # the system drops a descriptor that this process has no room for
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            self._mapped.add(handed[0], nbytes)
 
     def what(self) -> str:
         nbytes = self._posted[0].data.numel() if self._posted else 0

@@ -10,14 +10,17 @@ memory is the kernel's until it is touched, and gone with the last process that 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from engine.errors import ExhaustedError
 
 LEAST_BYTES = 4096  # of a slot: a page, so that every slot is aligned for any use
 MOST_BYTES = 2**26  # of a segment with more than one slot
@@ -56,12 +59,14 @@ class Segments:
     def _more(self, size: int) -> list[Slot]:
         made = self._made.get(size, 0)
         count = max(1, min(made, MOST_BYTES // size))
-        fd = os.memfd_create("engine-channel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        with refused(count * size):
+            fd = os.memfd_create("engine-channel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(fd, count * size)
-            for seal in _SEALS:
-                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, getattr(fcntl, seal))
-            whole = torch.frombuffer(mmap.mmap(fd, count * size), dtype=torch.uint8)
+            with refused(count * size):
+                os.ftruncate(fd, count * size)
+                for seal in _SEALS:
+                    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, getattr(fcntl, seal))
+                whole = torch.frombuffer(mmap.mmap(fd, count * size), dtype=torch.uint8)
             self._announce(fd, count * size)
         finally:
             os.close(fd)
@@ -84,7 +89,8 @@ class Mapped:
         try:
             if os.fstat(fd).st_size != nbytes:
                 raise ValueError(f"a segment of {os.fstat(fd).st_size} bytes, announced as {nbytes}")
-            memory = mmap.mmap(fd, nbytes)
+            with refused(nbytes):
+                memory = mmap.mmap(fd, nbytes)
             self._segments.append((memoryview(memory), torch.frombuffer(memory, dtype=torch.uint8)))
         finally:
             os.close(fd)
@@ -100,6 +106,16 @@ class Mapped:
             bytes_of_target[:] = memory[offset:end]
         else:
             target.copy_(tensor[offset:end])
+
+
+@contextlib.contextmanager
+def refused(nbytes: int) -> Iterator[None]:
+    """Around what takes shared memory for messages: the system's error, with what it was for."""
+    try:
+        yield
+    except OSError as error:
+        what = f"no {nbytes} bytes of shared memory for messages between ranks"
+        raise ExhaustedError(error.errno, f"{what}: {os.strerror(error.errno or 0)}") from error
 
 
 def size_of(nbytes: int) -> int:

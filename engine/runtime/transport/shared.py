@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from engine.errors import ExhaustedError
 from engine.runtime.transport import Channel, Edge, PeerLost, PeerTimeout, Work
 from engine.runtime.transport.credentials import StrangerError, check_ours, is_ours
 from engine.runtime.transport.ends import ReceivingEnd, SendingEnd, introduction
@@ -118,6 +119,9 @@ class SharedMemoryTransport:
         assert self._groups is not None, "no group was opened"
         return self._groups.all_reduce(tensor, members, label)
 
+    def check(self) -> None:
+        """Nothing: a process is killed where another has failed."""
+
     def close(self) -> None:
         for end in self._ends.values():
             end.close()
@@ -150,7 +154,10 @@ def _accept(
             edge = missing[0]
             raise PeerTimeout(f"connecting {edge}, peer {edge.src}: nothing for {timeout_s:g} s", edge.src) from None
         if data and len(handed) < 3:
-            raise OSError(errno.EMFILE, "too many open files to meet the other ranks")
+            end.close()
+            for fd in handed:
+                os.close(fd)
+            raise ExhaustedError(errno.EMFILE, "too many open files to meet the other ranks")
         for edge in missing:
             if data == introduction(edge):
                 end.settimeout(None)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.runtime.transport import AnyMemory, Channel, Edge, Work
+from engine.runtime.transport import AnyMemory, Channel, Edge, PeerLost, Work
 from engine.runtime.transport.patience import Patience
 from engine.runtime.transport.queues import Queues
 from engine.runtime.transport.sums import Group
@@ -115,6 +115,10 @@ class ThreadTransport:
 
     def all_reduce(self, tensor: Tensor, members: Sequence[int], label: str) -> Work:
         return self.hub.group(tuple(members), label).join(self.rank, tensor)
+
+    def check(self) -> None:
+        if self.hub.aborted:
+            raise PeerLost("the run was aborted", None)
 
     def close(self) -> None:
         self._channels.clear()
