@@ -1,5 +1,7 @@
 """`python -m engine key=value ...`: see engine.cli. Workers import this module too, so importing it does nothing."""
 
+import atexit
+import contextlib
 import gc
 import os
 import sys
@@ -28,11 +30,18 @@ def leave(code: int) -> NoReturn:
 
 
 def _break_off(code: int) -> None:
+    """End the process although threads are running; what was registered for the end is done first, within a limit.
+
+    A sweep's launcher (joblib) removes its semaphores and its folder there.
+    """
     names = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
     if names:  # else it is an exit handler of somebody's that takes its time
-        print(
-            f"not waited for: {', '.join(names)} (threads that a `_target_` left running)", file=sys.stderr, flush=True
-        )
+        print(f"not waited for: {', '.join(names)} (threads that were left running)", file=sys.stderr, flush=True)
+        last = threading.Timer(LEAVE_GRACE_S, os._exit, (code,))
+        last.daemon = True
+        last.start()
+        with contextlib.suppress(Exception):
+            atexit._run_exitfuncs()
     os._exit(code)
 
 

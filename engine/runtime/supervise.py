@@ -44,6 +44,9 @@ def context() -> Any:
 
     So is what torch imports in the first backward: each worker would import it by itself.
     """
+    if multiprocessing.get_start_method() not in multiprocessing.get_all_start_methods():
+        # Somebody's own way to start processes, like joblib's; a worker would be told it, and not know it.
+        multiprocessing.set_start_method("forkserver", force=True)
     forkserver = multiprocessing.get_context("forkserver")
     forkserver.set_forkserver_preload(
         ["engine.runtime.process", "engine.runtime.worker", "torch.fx.experimental.symbolic_shapes"]
