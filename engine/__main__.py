@@ -9,7 +9,7 @@ import threading
 from typing import NoReturn
 
 from engine.errors import Interrupted
-from engine.runtime import interrupt
+from engine.launch import interrupt
 
 LEAVE_GRACE_S = 5.0  # for threads that the user's code left running in this process
 
@@ -20,7 +20,7 @@ def leave(code: int) -> NoReturn:
     A model is run once in this process to find out its shapes, and may have started a thread that never ends.
     """
     interrupt.ignore()  # an impatient second Ctrl-C would end it by the signal instead
-    if supervise := sys.modules.get("engine.runtime.supervise"):  # else there is nothing to end
+    if supervise := sys.modules.get("engine.launch.supervise"):  # else there is nothing to end
         supervise.cool_down()
     gc.freeze()  # at its end Python collects garbage several times, which takes seconds with torch's objects
     timer = threading.Timer(LEAVE_GRACE_S, _break_off, (code,))
@@ -49,7 +49,7 @@ def run() -> int:
     """Import the command line, which takes a moment in which Ctrl-C means what it does later, and run it."""
     try:
         with interrupt.raising():
-            from engine.cli import main
+            from engine.cli.main import main
     except Interrupted as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -1,6 +1,6 @@
 """The frozen work order that every worker gets: settings, programs, split, and what crosses each boundary.
 
-Pure data (no torch), which travels as such to every rank (`runtime/handover.py`). Nothing in it is decided again later:
+Pure data (no torch), which travels as such to every rank (`launch/handover.py`). Nothing in it is decided again later:
 two ranks that hold the same job agree on every message of the run.
 """
 
@@ -26,7 +26,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class MessageSpec:
-    """A nesting of tensors: `form` is its structure (`runtime/nesting.py`), `leaves` are a TensorSpec for each tensor
+    """A nesting of tensors: `form` is its structure (`pipeline/nesting.py`), `leaves` are a TensorSpec for each tensor
     and constants as they are, in order."""
 
     form: Any

@@ -1,7 +1,7 @@
 """What a run is asked to do, as plain frozen dataclasses: the whole configuration after it has been checked.
 
-`engine.config` fills these from Hydra; everything behind it sees only these. Groups whose keys belong to a `_target_`
-(model, data, optimizer, lr_scheduler) or to a registry entry (schedule, partition) stay dictionaries.
+`engine.cli.config` fills these from Hydra; everything behind it sees only these. Groups whose keys belong to a
+`_target_` (model, data, optimizer, lr_scheduler) or to a registry entry (schedule, partition) stay dictionaries.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Delay:
-    """What is made slow on purpose (`runtime/delay.py`); times in milliseconds."""
+    """What is made slow on purpose (`training/delay.py`); times in milliseconds."""
 
     ranks: list[list[float]] = field(default_factory=list)  # [world rank, ms] or [world rank, ms, micro-batch]
     links: list[list[float]] = field(default_factory=list)  # [from world rank, to world rank, ms]

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine import cli, run
-from engine.runtime.verdict import Outcome
+from engine.cli import main as cli
+from engine.cli import run
+from engine.launch.verdict import Outcome
 from engine.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,13 +8,13 @@ import torch
 from harness import cut_in
 from torch import Tensor, nn
 
-from engine.runtime.build import DTYPES, build_optimizer, model_layers
-from engine.runtime.losses import make_loss
-from engine.runtime.microbatch import Batches
-from engine.runtime.prepare import prepare
-from engine.runtime.seeds import building, seed_for
-from engine.runtime.source import dataset
+from engine.pipeline.losses import make_loss
+from engine.pipeline.seeds import building, seed_for
+from engine.prepare.prepare import prepare
 from engine.settings import Settings
+from engine.training.build import DTYPES, build_optimizer, model_layers
+from engine.training.microbatch import Batches
+from engine.training.source import dataset
 
 
 def version_read(schedule: dict[str, Any], ranks: int, stage: int, update: int) -> int:

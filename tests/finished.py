@@ -11,7 +11,7 @@ import numpy as np
 import recorded
 
 from engine.job import Job, Layer
-from engine.report.measured import Measured, read
+from engine.predict.measured import Measured, read
 
 MS = recorded.MS
 

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from engine.job import Job
-from engine.records import Record, decode
-from engine.runtime.build import DTYPES, build_optimizer, model_layers
-from engine.runtime.dtypes import cast, in_precision
-from engine.runtime.losses import make_loss
-from engine.runtime.microbatch import Batches, passes, sizes
-from engine.runtime.prepare import prepare
-from engine.runtime.seeds import building, seed_for
-from engine.runtime.source import dataset
-from engine.runtime.transport import PeerError, Transport
-from engine.runtime.transport.threads import ThreadHub
-from engine.runtime.worker import Worker
+from engine.pipeline.dtypes import cast, in_precision
+from engine.pipeline.losses import make_loss
+from engine.pipeline.seeds import building, seed_for
+from engine.prepare.prepare import prepare
 from engine.settings import DataParallel, Eval, Pipeline, Settings, Train
+from engine.telemetry.records import Record, decode
+from engine.training.build import DTYPES, build_optimizer, model_layers
+from engine.training.microbatch import Batches, passes, sizes
+from engine.training.source import dataset
+from engine.training.worker import Worker
+from engine.transport import PeerError, Transport
+from engine.transport.threads import ThreadHub
 
 SGD = {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 ADAM = {"_target_": "torch.optim.Adam", "lr": 0.01}

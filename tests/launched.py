@@ -17,10 +17,10 @@ from engine.job import Job
 from engine.plan.actions import Action, Op, Placement
 from engine.plan.lowering import lower
 from engine.plan.schedules import build
-from engine.records import encode
-from engine.runtime import position
-from engine.runtime.transport import PeerLost, PeerTimeout
 from engine.settings import DataParallel, Pipeline, Settings
+from engine.telemetry import position
+from engine.telemetry.records import encode
+from engine.transport import PeerLost, PeerTimeout
 
 Post = Callable[[bytes], None]
 

@@ -15,9 +15,9 @@ from engine.plan.actions import Program
 from engine.plan.schedules import build
 from engine.plan.simulate import Costs, simulate
 from engine.plan.timeline import Kind, Span, Timeline
-from engine.records import Record, decode, encode
 from engine.report.recorder import Recorder
 from engine.settings import DataParallel, Pipeline, Settings, Train
+from engine.telemetry.records import Record, decode, encode
 
 MS = 1_000_000
 

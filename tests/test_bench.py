@@ -34,12 +34,12 @@ from benchmarks.cases import CASES, FIELD, GROUPS, Case
 from benchmarks.figures import Run, Step, compare, critical_path, share, step_time, table
 from benchmarks.options import parser
 from benchmarks.sides import of_calls, of_timeline
-from engine.collectives.layout import cut
-from engine.config import CONF, load
+from engine.cli.config import CONF, load
+from engine.gradients.layout import cut
 from engine.plan.schedules import build
 from engine.plan.timeline import Timeline
-from engine.runtime.build import build_stages
-from engine.runtime.prepare import prepare
+from engine.prepare.prepare import prepare
+from engine.training.build import build_stages
 from models.sleep import Sleeper
 
 seconds = st.floats(1e-4, 1.0)

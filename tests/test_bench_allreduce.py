@@ -16,7 +16,7 @@ from benchmarks import allreduce
 from benchmarks.allreduce_worker import Spec, in_threads
 from benchmarks.link import bus_bandwidth, fit, fitted, table
 from engine.collectives import COLLECTIVES
-from engine.collectives.costs import ALGORITHMS, Link
+from engine.collectives.allreduce.costs import ALGORITHMS, Link
 
 SIZES = [10**k for k in range(3, 9)]
 links = st.builds(Link, st.floats(1e-6, 1e-3), st.floats(1e-11, 1e-8), st.floats(0, 1e-9))

@@ -158,7 +158,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
 def defined() -> set[str]:
     """`file: name` of every test function there is."""
     found = set()
-    for path in Path(__file__).parent.glob("test_*.py"):
+    for path in Path(__file__).parent.rglob("test_*.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 found.add(f"{path.stem.removeprefix('test_')}: {node.name.removeprefix('test_')}")

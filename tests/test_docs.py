@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.config import CONF
+from engine.cli.config import CONF
 from engine.settings import Settings
 
 ROOT = Path(__file__).parents[1]

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import pytest
 import torch.distributed as dist
 
-from engine.runtime.transport import Edge, Transport, queues
-from engine.runtime.transport.gloo import GlooTransport
-from engine.runtime.transport.shared import SharedMemoryTransport
-from engine.runtime.transport.threads import ThreadHub
+from engine.transport import Edge, Transport, queues
+from engine.transport.gloo import GlooTransport
+from engine.transport.shared import SharedMemoryTransport
+from engine.transport.threads import ThreadHub
 
 T = TypeVar("T")
 HANG_S = 60.0

@@ -16,15 +16,21 @@ The primitives take torch.distributed's arguments in its order, and a `Group`.
 
 from __future__ import annotations
 
-from engine.collectives.auto import Auto
-from engine.collectives.base import Collective
-from engine.collectives.double_binary_tree import DoubleBinaryTree
-from engine.collectives.double_ring import DoubleRing
-from engine.collectives.exchange import all_to_all, all_to_all_single
-from engine.collectives.group import Group
-from engine.collectives.halving_doubling import HalvingDoubling
-from engine.collectives.hierarchical import Hierarchical
-from engine.collectives.many_to_many import (
+from engine.collectives.allreduce.auto import Auto
+from engine.collectives.allreduce.base import Collective
+from engine.collectives.allreduce.double_binary_tree import DoubleBinaryTree
+from engine.collectives.allreduce.double_ring import DoubleRing
+from engine.collectives.allreduce.halving_doubling import HalvingDoubling
+from engine.collectives.allreduce.hierarchical import Hierarchical
+from engine.collectives.allreduce.native import Native
+from engine.collectives.allreduce.recursive_doubling import RecursiveDoubling
+from engine.collectives.allreduce.reduce_broadcast import ReduceBroadcast
+from engine.collectives.allreduce.ring import Ring
+from engine.collectives.allreduce.tree import Tree
+from engine.collectives.ops import SUMMABLE, ReduceOp
+from engine.collectives.primitives.exchange import all_to_all, all_to_all_single
+from engine.collectives.primitives.group import Group
+from engine.collectives.primitives.many_to_many import (
     all_gather,
     all_gather_into_tensor,
     all_reduce,
@@ -32,14 +38,8 @@ from engine.collectives.many_to_many import (
     reduce_scatter,
     reduce_scatter_tensor,
 )
-from engine.collectives.many_to_one import gather, reduce
-from engine.collectives.native import Native
-from engine.collectives.one_to_many import broadcast, scatter
-from engine.collectives.ops import SUMMABLE, ReduceOp
-from engine.collectives.recursive_doubling import RecursiveDoubling
-from engine.collectives.reduce_broadcast import ReduceBroadcast
-from engine.collectives.ring import Ring
-from engine.collectives.tree import Tree
+from engine.collectives.primitives.many_to_one import gather, reduce
+from engine.collectives.primitives.one_to_many import broadcast, scatter
 
 COLLECTIVES: dict[str, type[Collective]] = {
     "ring": Ring,

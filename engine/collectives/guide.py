@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.collectives.costs import (
+from engine.collectives.allreduce.costs import (
     ALGORITHMS,
     EXAMPLE_BYTES,
     EXAMPLE_LINK,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.runtime.transport import Channel, Edge, Transport, Work
+from engine.transport import Channel, Edge, Transport, Work
 
 PIECE_BYTES = 2**20  # smaller ones cost more in wake-ups than their overlap wins on loopback
 

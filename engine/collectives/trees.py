@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.collectives.ops import ReduceOp
 from engine.collectives.peers import Peers, pieces, wait_all
 from engine.collectives.shapes import Node
-from engine.runtime.transport import Work
+from engine.transport import Work
 
 
 def up_and_down(peers: Peers, node: Node, tensor: Tensor, op: ReduceOp, name: str = "tree") -> Iterator[None]:

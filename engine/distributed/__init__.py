@@ -12,10 +12,10 @@ The names are Horovod's (Sergeev & Del Balso 2018, arXiv 1802.05799); the reduct
 
 from __future__ import annotations
 
-from engine.collectives.compression import Compression
 from engine.distributed.broadcast import broadcast_optimizer_state, broadcast_parameters
 from engine.distributed.optimizer import DistributedOptimizer
 from engine.distributed.world import World, init, rank, shutdown, size
+from engine.gradients.compression import Compression
 
 __all__ = [
     "Compression",

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.collectives import Group, broadcast
-from engine.collectives.alike import require_alike
-from engine.collectives.tensors import own_mode
+from engine.collectives.primitives.tensors import own_mode
 from engine.distributed.nested import pack, unpack
 from engine.distributed.world import World, current
 from engine.errors import a_type
+from engine.gradients.alike import require_alike
 
 Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 

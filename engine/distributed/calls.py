@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from engine.collectives import Group
-from engine.runtime.transport import PeerError, Transport
+from engine.transport import PeerError, Transport
 
 LOOK_S = 1.0  # how often whoever waits looks at what the others have called
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.collectives.layout import dense_strides
 from engine.errors import a_type
+from engine.gradients.layout import dense_strides
 
 _LINE = 64
 

@@ -21,17 +21,17 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from engine.collectives.alike import require_alike
-from engine.collectives.buckets import Reducer
-from engine.collectives.combine import Mean
-from engine.collectives.compression import Compression
-from engine.collectives.watch import Watch
 from engine.distributed.broadcast import broadcast_optimizer_state, broadcast_parameters, named_pairs
 from engine.distributed.calls import LOOK_S
 from engine.distributed.roll_call import RollCall
 from engine.distributed.world import World, current
 from engine.errors import a_type
-from engine.runtime.transport import PeerError
+from engine.gradients.alike import require_alike
+from engine.gradients.buckets import Reducer
+from engine.gradients.combine import Mean
+from engine.gradients.compression import Compression
+from engine.gradients.watch import Watch
+from engine.transport import PeerError
 
 BUCKET_BYTES = 25 * 2**20
 OPS = ("mean", "sum")

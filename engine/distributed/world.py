@@ -19,11 +19,10 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 
 from engine.collectives import Group, Ring
 from engine.distributed.calls import Calls, NotedGroup
-from engine.runtime import rendezvous
-from engine.runtime.environment import check_launcher, joined, seat_of
-from engine.runtime.transport import Transport
-from engine.runtime.transport.processes import between_processes, without_shared_memory
-from engine.runtime.transport.threads import ThreadHub
+from engine.environment import check_launcher, joined, seat_of
+from engine.transport import Transport, rendezvous
+from engine.transport.processes import between_processes, without_shared_memory
+from engine.transport.threads import ThreadHub
 
 TIMEOUT_S = 600.0
 PATIENCE_S = 10.0
@@ -157,7 +156,7 @@ def _transport(store: Store, timeout_s: float, device: str) -> Transport:
     gpus = torch.cuda.device_count()
     seat = seat_of(number, count, os.environ, gpus)
     if device == "cuda" or (device == "auto" and seat.enough(gpus)):
-        from engine.runtime.transport.nccl import NcclTransport  # builds of torch for CPUs have no NCCL
+        from engine.transport.nccl import NcclTransport
 
         return NcclTransport(number, count, store, timeout_s, torch.device("cuda", seat.gpu(gpus)))
     return _between_cpus(store, timeout_s)

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.console import forgiving
+from engine.folder.files import UnwritableError, write_json
+from engine.folder.rows import is_sweep
+from engine.predict.measured import Measured, differs, read, siblings
+from engine.predict.scenarios import Answer, answer, asked, usual
+from engine.predict.whatif import Prediction, Predictor
 from engine.report.compare import PAGE, write_comparison
-from engine.report.files import UnwritableError, write_json
-from engine.report.measured import Measured, differs, read, siblings
-from engine.report.scenarios import Answer, answer, asked, usual
-from engine.report.sweep.rows import is_sweep
-from engine.report.tables import counted, milliseconds, percent, size, table
-from engine.report.whatif import Prediction, Predictor
+from engine.tables import counted, milliseconds, percent, size, table
 
 REFUSED = 2  # exit code
 MISSED = 0.15  # of the measured step; a prediction of the run itself that is further off is said to be

@@ -15,16 +15,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.folder.files import write_json, write_text
+from engine.folder.rows import Row, read_rows, writable
 from engine.plan.choose import Choice, ranked
 from engine.plan.choose import table as choice_table
-from engine.report.files import write_json, write_text
 from engine.report.sweep.page import page
 from engine.report.sweep.pareto import Front, fronts
 from engine.report.sweep.results import Result, Sweep, first_line, sweep_of, word
-from engine.report.sweep.rows import Row, read_rows, writable
 from engine.report.sweep.scaling import curves
 from engine.report.sweep.ways import NOTE, way_rows
-from engine.report.tables import percent, size, table
+from engine.tables import percent, size, table
 
 PAGE = "comparison.html"
 

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from engine.records import Record
-from engine.report.files import writing
+from engine.folder.files import writing
+from engine.telemetry.records import Record
 
 NAME = "engine.log"
 

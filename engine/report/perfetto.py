@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from engine.account.messages import sends_of
+from engine.account.path import critical_path, name_of
+from engine.folder.files import write_text
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Span, Timeline
-from engine.report.files import write_text
-from engine.report.messages import sends_of
-from engine.report.path import critical_path, name_of
 
 Event = dict[str, Any]
 

@@ -7,8 +7,8 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from engine.account.gather import Step
 from engine.job import Job
-from engine.report.gather import Step
 
 
 class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types

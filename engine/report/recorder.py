@@ -20,34 +20,34 @@ from typing import Any, TextIO
 
 from PIL import Image
 
+from engine.account.barrier import Barrier
+from engine.account.cause import diagnose
+from engine.account.clocks import Clocks
+from engine.account.finite import LossWatch
+from engine.account.gather import Evaluations, Recorded, Step, Steps
+from engine.account.measure import Bubbles, Measure
+from engine.account.path import critical_path
+from engine.account.pushes import Staleness
+from engine.account.steady import SteadyMeasure
+from engine.folder.files import write_bytes, write_json, write_text
 from engine.job import Job
 from engine.plan.timeline import Timeline
-from engine.records import Record
-from engine.report import curves
-from engine.report.barrier import Barrier
-from engine.report.board import Board
-from engine.report.cause import diagnose
-from engine.report.clocks import Clocks
-from engine.report.costs import COSTS_NAME, Costs
-from engine.report.documents import Counted, Documents
-from engine.report.draw import Panel, draw
-from engine.report.draw_bars import draw_bars
-from engine.report.files import write_bytes, write_json, write_text
-from engine.report.finite import LossWatch
-from engine.report.gather import Evaluations, Recorded, Step, Steps
-from engine.report.hparams import METRICS, hparams, results
+from engine.predict.costs import COSTS_NAME, Costs
 from engine.report.log import RunLog, line_of, tag
-from engine.report.looks import Looks
-from engine.report.measure import Bubbles, Measure
-from engine.report.path import critical_path
 from engine.report.perfetto import write_trace
+from engine.report.pictures.draw import Panel, draw
+from engine.report.pictures.draw_bars import draw_bars
 from engine.report.progress import Progress
-from engine.report.pushes import Staleness
-from engine.report.series import CURVES, Thinning
-from engine.report.steady import SteadyMeasure
 from engine.report.summary import Totals
-from engine.report.tables import percent
+from engine.report.tensorboard import curves
+from engine.report.tensorboard.board import Board
+from engine.report.tensorboard.documents import Counted, Documents
+from engine.report.tensorboard.hparams import METRICS, hparams, results
+from engine.report.tensorboard.looks import Looks
+from engine.report.tensorboard.series import CURVES, Thinning
 from engine.report.text import CLOCKS, PATH, clocks_text, closing, path_text, report
+from engine.tables import percent
+from engine.telemetry.records import Record
 
 
 class Recorder:

@@ -11,10 +11,10 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
+from engine.account.bubble import NAMES
+from engine.account.gather import Evaluation, Step
+from engine.account.measure import Bubbles
 from engine.job import Job
-from engine.report.bubble import NAMES
-from engine.report.gather import Evaluation, Step
-from engine.report.measure import Bubbles
 
 HELD = ("parameters", "gradients", "buckets", "optimizer_state")  # of a `memory` record
 

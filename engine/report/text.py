@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.account.bubble import NAMES
+from engine.account.clocks import Clocks
+from engine.account.measure import Bubbles
+from engine.account.overlap import Overlap
+from engine.account.path import Link, by_cause, by_rank, name_of
+from engine.account.pushes import pace_rows, pushes_text, staleness_rows
+from engine.account.waterfall import missing
 from engine.job import Job
 from engine.plan.timeline import Timeline
-from engine.report.bubble import NAMES
-from engine.report.clocks import Clocks
-from engine.report.measure import Bubbles
-from engine.report.overlap import Overlap
-from engine.report.path import Link, by_cause, by_rank, name_of
-from engine.report.pushes import pace_rows, pushes_text, staleness_rows
-from engine.report.tables import Rows, counted, markdown, milliseconds, percent, size, table
-from engine.report.waterfall import missing
+from engine.tables import Rows, counted, markdown, milliseconds, percent, size, table
 
 PATH, CLOCKS = "Critical path of the last traced step", "Clocks"
 FIRST_ONLY = "What is said below of a whole step (waterfall, critical path, timeline, trace) is replica 0's."

@@ -1,4 +1,4 @@
-"""The measured timeline in a document of a step (report/steps.py), for what else can be made of it."""
+"""The measured timeline in a document of a step (account/steps.py), for what else can be made of it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from engine.folder import schemas
 from engine.plan.timeline import Kind, Timeline
-from engine.report import schemas
 
 
 class Measured(NamedTuple):

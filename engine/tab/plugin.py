@@ -18,11 +18,11 @@ from tensorboard.data import provider
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
-from engine.report import schemas
-from engine.report.bubble import NAMES
-from engine.report.palette import by_name, style
+from engine.account.bubble import NAMES
+from engine.folder import schemas
 from engine.report.perfetto import trace_of
-from engine.report.series import PLUGIN, tag_of, unpacked
+from engine.report.pictures.palette import by_name, style
+from engine.report.tensorboard.series import PLUGIN, tag_of, unpacked
 from engine.tab.document import measured
 
 MOST_DIGITS = 18  # of a step: it is an int64
@@ -70,7 +70,7 @@ class PipelinePlugin(base_plugin.TBPlugin):
         return http_util.Respond(request, {"palette": by_name(), "runs": runs}, "application/json")
 
     def _step(self, request: wrappers.Request) -> wrappers.Response:
-        """The document of a step (report/steps.py)."""
+        """The document of a step (account/steps.py)."""
         return http_util.Respond(request, self._document(request), "application/json", content_encoding="gzip")
 
     def _trace(self, request: wrappers.Request) -> wrappers.Response:

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from engine.collectives import COLLECTIVES, peers
-from engine.runtime.transport import Transport
-from engine.runtime.transport.gloo import GlooTransport
-from engine.runtime.transport.shared import SharedMemoryTransport
-from engine.runtime.transport.threads import ThreadHub
+from engine.transport import Transport
+from engine.transport.gloo import GlooTransport
+from engine.transport.shared import SharedMemoryTransport
+from engine.transport.threads import ThreadHub
 
 TIMEOUT_S = 120.0
 CALLS_BYTES = 2**25  # so many bytes are reduced between two looks at the clock, if that is within:

@@ -64,8 +64,8 @@ class Case:
         """The engine's reading of the arguments: layers, split, data, optimizer. Starts nothing."""
         from hydra import compose, initialize_config_dir
 
-        from engine.config import load
-        from engine.runtime.prepare import prepare
+        from engine.cli.config import load
+        from engine.prepare.prepare import prepare
 
         with initialize_config_dir(str(CONF), version_base="1.3"):
             settings = load(compose("config", overrides=self.overrides()))

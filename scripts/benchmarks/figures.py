@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from engine.account.replay import Replay
 from engine.plan.actions import COMPUTE, Program
 from engine.plan.dependencies import Flat
-from engine.report.replay import Replay
 
 # op ("F", "B", "I", "W") -> seconds, per stage and micro-batch; 0 where there is no such action
 Durations = Mapping[str, Sequence[Sequence[float]]]

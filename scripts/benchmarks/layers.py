@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from engine.job import Job
-from engine.runtime.build import model_layers
-from engine.runtime.seeds import building
-from engine.runtime.source import dataset, pair
+from engine.pipeline.seeds import building
 from engine.targets import build
+from engine.training.build import model_layers
+from engine.training.source import dataset, pair
 from models.sleep import Sleeper, late
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.collectives.costs import ALGORITHMS, Link, Terms
+from engine.collectives.allreduce.costs import ALGORITHMS, Link, Terms
 
 
 def bus_bandwidth(nbytes: int, ranks: int, seconds: float) -> float:

@@ -3,7 +3,7 @@
 Two replicas of a pipeline whose stages sleep, with the links between the replicas made slow: how much of the reduction
 of gradients that could hide behind computation does. A rank has four layers, each a bucket of its own; a bucket sends
 two messages, one after the other, of 5 ms each. What could hide is a bound for every order of the buckets
-(`engine/report/overlap.py`); it takes the reductions to last as long as they did, so their length is shown beside what
+(`engine/account/overlap.py`); it takes the reductions to last as long as they did, so their length is shown beside what
 the slow links alone make of it.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.options import parser
 from benchmarks.sides import LOOPBACK, run_together
-from engine.report.tables import percent, table
+from engine.tables import percent, table
 
 WANTED = 0.9  # of what could be hidden, at least
 RANKS, LAYERS, LINK_MS, MESSAGES = 4, 4, 5, 2  # per rank, in ms, per bucket: a ring of two sends twice

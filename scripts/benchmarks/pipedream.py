@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.options import parser
 from benchmarks.sides import LOOPBACK, run_together
-from engine.report.tables import percent, table
+from engine.tables import percent, table
 
 WANTED = 0.02  # the most that a steady state may lose otherwise
 RANKS = 4

@@ -22,7 +22,7 @@ from engine.plan.schedules import build
 from engine.plan.simulate import compute_only
 from engine.plan.text import from_csv, to_csv
 from engine.plan.timeline import Kind, Timeline
-from engine.report.series import PLUGIN, tag_of, unpacked
+from engine.report.tensorboard.series import PLUGIN, tag_of, unpacked
 from engine.tab.document import measured
 
 LIMIT_S = 300.0

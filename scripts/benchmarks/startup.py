@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from benchmarks.options import parser
-from engine.report.tables import table
+from engine.tables import table
 
 WANTED_FIRST_S, WANTED_GONE_S = 5.0, 0.5  # on a quiet machine with two cores
 MARKS = "ENGINE_BENCH_MARKS"  # the file that the steps are marked in

@@ -26,8 +26,8 @@ from benchmarks.cases import GPT, TINY, Case
 from benchmarks.options import parser
 from benchmarks.sides import LOOPBACK, ours_command, run_together
 from engine.plan.timeline import Kind
-from engine.report.tables import table
-from engine.runtime.trace import Tracer
+from engine.tables import table
+from engine.telemetry.trace import Tracer
 
 BLOCK = {GPT: 5, TINY: 20}  # steps
 PAIRS = 50  # of blocks in a run, after a first one that warms up

@@ -24,8 +24,8 @@ from typing import Any
 from benchmarks.cases import Case
 from benchmarks.options import parser
 from benchmarks.sides import LOOPBACK, ours_command, run_together
-from engine.report.tables import table
-from engine.report.waterfall import BARS
+from engine.account.waterfall import BARS
+from engine.tables import table
 
 RANKS, MICROBATCHES, FORWARD, BACKWARD, STEPS = 4, 8, 10.0, 20.0, 12
 BOTH = FORWARD + BACKWARD

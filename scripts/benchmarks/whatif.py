@@ -18,10 +18,10 @@ from typing import Any
 
 from benchmarks.options import parser
 from benchmarks.sides import LOOPBACK, run_together
-from engine.report.measured import read
-from engine.report.scenarios import LeftOut, asked
-from engine.report.tables import markdown, percent, size, table
-from engine.report.whatif import Predictor
+from engine.predict.measured import read
+from engine.predict.scenarios import LeftOut, asked
+from engine.predict.whatif import Predictor
+from engine.tables import markdown, percent, size, table
 
 WANTED = {"sleep": 0.05, "gpt": 0.15}  # the most that a predicted step time may be off
 

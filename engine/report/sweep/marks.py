@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from engine.report.palette import SERIES
+from engine.report.pictures.palette import SERIES
 from engine.report.sweep.markup import Markup, tag
 from engine.report.sweep.results import Metric, Result
 

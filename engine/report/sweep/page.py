@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import quote
 
-from engine.report.palette import SERIES, hexadecimal, style
+from engine.report.pictures.palette import SERIES, hexadecimal, style
 from engine.report.sweep import charts
 from engine.report.sweep.markup import Child, Markup, tag
 from engine.report.sweep.panels import panels

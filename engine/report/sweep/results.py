@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from engine.report.sweep.rows import Row
-from engine.report.tables import percent, size
+from engine.folder.rows import Row
+from engine.tables import percent, size
 
 UNSET = "(default)"  # the value of a key that other jobs were given, and this one was not
 UNKNOWN = "?"  # the value of a key that a summary tells, where there is no summary

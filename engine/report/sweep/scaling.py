@@ -16,7 +16,7 @@ from fractions import Fraction
 
 from engine.report.sweep.laws import Fit, fit_amdahl, fit_gustafson
 from engine.report.sweep.results import BATCH, RANKS, RATE, REPLICAS, SEED, STEP, Result, Sweep, word
-from engine.report.tables import percent
+from engine.tables import percent
 
 POOR = 0.1  # a mean deviation from a law that is said to be far off
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from engine.report.sweep.results import BATCH, RANKS, REPLICAS, STEP, Result, Sweep
-from engine.report.tables import size
+from engine.tables import size
 
 WAYS = ("plain", "data-parallel", "model-parallel", "both")
 HEAD = [

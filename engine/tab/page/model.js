@@ -1,5 +1,5 @@
 /**
- * One traced step, made of its document (engine/report/steps.py), with what the page asks of it: what happened on a
+ * One traced step, made of its document (engine/account/steps.py), with what the page asks of it: what happened on a
  * rank at a moment, what an action waited for, where the prediction has it. Times are nanoseconds since the earliest
  * moment of the step. A document is data of unknown origin: its columns become numbers here, its words are escaped.
  */

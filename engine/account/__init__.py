@@ -1,0 +1,1 @@
+"""From spans to names: the account, the bubbles, the waterfall, the critical path and causes."""

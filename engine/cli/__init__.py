@@ -1,0 +1,1 @@
+"""Words of the command line to Settings, and each job to its outcome. Only this room sees Hydra."""

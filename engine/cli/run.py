@@ -1,0 +1,249 @@
+"""One run in the parent, top to bottom: settings -> job -> run folder -> workers -> summary.
+
+    train   prepare and prove the job, write what is known, start the workers, record what they tell, sum up
+    plan    build, verify, simulate, print and write the schedule, or compare several; starts nothing, imports no torch
+
+Both return an Outcome for every end, an interruption included, and leave `summary.json` in the run folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine import environment
+from engine.account.finite import LossNotFiniteError
+from engine.errors import Interrupted, printable, said
+from engine.folder.files import UnwritableError, write_json, write_text
+from engine.launch import interrupt
+from engine.launch.verdict import Outcome
+from engine.plan.actions import Program
+from engine.plan.choose import activations, compare, table
+from engine.plan.lowering import lower
+from engine.plan.schedules import SCHEDULES, build
+from engine.plan.simulate import Costs, compute_only, figures, simulate
+from engine.plan.steady import long_run
+from engine.plan.summary import CSV_NAME, plan_summary, plan_text
+from engine.plan.text import to_csv
+from engine.plan.verify import verify
+from engine.settings import Settings
+from engine.telemetry.records import Record
+
+if TYPE_CHECKING:
+    from engine.job import Job
+    from engine.report.recorder import Recorder
+
+CONFIG_NAME = "config.json"  # the resolved configuration of a run that was started
+REFUSED = 2  # exit code: the settings are wrong, nothing was started
+
+
+def train(settings: Settings, start_dir: str, run_dir: str) -> Outcome:
+    """Run a training job. `start_dir`: what the user's relative paths are relative to."""
+    folder, recorder = Path(run_dir).absolute(), None
+    try:
+        with contextlib.chdir(start_dir):  # a user's relative path means the same on every rank, also after a chdir
+            job = _prepared(settings, start_dir, str(folder))
+            from engine.launch.launch import launch
+            from engine.report.recorder import Recorder
+
+            recorder = Recorder(job, str(folder))
+            _describe(job, folder, recorder)
+            _note_device(settings, recorder)
+            outcome = launch(job, recorder)
+    except BaseException as error:  # noqa: BLE001  # an interruption too ends with a summary
+        outcome = outcome_of(error)
+    with interrupt.ignored():
+        return finish(folder, outcome, settings, recorder)
+
+
+def taken(folder: Path) -> Outcome | None:
+    """The refusal of a folder in which a run was started before: its results would be overwritten."""
+    if not (folder / CONFIG_NAME).exists():
+        return None
+    remedy = "give another folder (hydra.run.dir; with -m hydra.sweep.dir, hydra.sweep.subdir), or remove it"
+    return Outcome(
+        "failed", f"the folder {folder} holds a run already, which this one would overwrite: {remedy}", REFUSED
+    )
+
+
+def plan(settings: Settings, run_dir: str) -> Outcome:
+    """Print the schedule's plan, or a comparison and keep the cheapest's; write plan.json and program.csv."""
+    folder = Path(run_dir)
+    try:
+        compared = bool(settings.plan.compare)
+        if compared:
+            settings = replace(settings, schedule=_cheapest(settings, folder))
+        name, pipeline = settings.schedule["name"], settings.pipeline
+        program = build(name, pipeline.ranks, pipeline.microbatches, settings.schedule_options)
+        text = write_plan(settings, program, folder)
+        print(
+            f"\nplan.json and program.csv are those of {name}; mode=plan schedule={name} draws it" if compared else text
+        )
+        limit, kept = settings.plan.memory_limit, activations(program)
+        if limit is not None and kept > limit:
+            raise ValueError(f"{name} keeps {kept:g} activations, more than plan.memory_limit={limit:g}")
+        outcome = Outcome("completed")
+    except ValueError as error:
+        outcome = outcome_of(SettingsError(str(error)))
+    except KeyboardInterrupt as error:
+        outcome = outcome_of(error)
+    return finish(folder, outcome, settings)
+
+
+def _cheapest(settings: Settings, folder: Path) -> dict[str, Any]:
+    """Print and write the comparison that plan.compare asks for; returns the `schedule` section of its first row."""
+    pipeline, wanted = settings.pipeline, settings.plan
+    options = {settings.schedule["name"]: settings.schedule_options}
+    choices = compare(wanted.compare, pipeline.ranks, pipeline.microbatches, wanted.costs, wanted.memory_limit, options)
+    text = table(choices)
+    print(text)
+    write_text(folder / "comparison.txt", text + "\n")
+    write_json(folder / "comparison.json", [asdict(choice) for choice in choices])
+    if choices[0].refused:
+        raise ValueError(
+            f"none of plan.compare is possible for pipeline.ranks={pipeline.ranks} pipeline.microbatches="
+            f"{pipeline.microbatches} and plan.memory_limit={wanted.memory_limit}: the table says why"
+        )
+    return {"name": choices[0].name, **options.get(choices[0].name, {})}
+
+
+class SettingsError(ValueError):
+    """The settings ask for something that cannot be done; nothing was started."""
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """What an exception in the parent makes of the run."""
+    if isinstance(error, KeyboardInterrupt):
+        code = error.exit_code if isinstance(error, Interrupted) else 130
+        return Outcome("interrupted", str(error) or "interrupted", code)
+    if isinstance(error, SettingsError):
+        return Outcome("failed", printable(str(error)), REFUSED)
+    if isinstance(error, UnwritableError | LossNotFiniteError):
+        return Outcome("failed", str(error), 1)
+    return Outcome("failed", said(error), 1, printable("".join(traceback.format_exception(error))))
+
+
+def finish(folder: Path, outcome: Outcome, settings: Settings | None, recorder: Recorder | None = None) -> Outcome:
+    """Write how the run ended: error.txt where it failed, summary.json always.
+
+    Where the folder takes no more, that is part of how it ended: a run whose results are lost has failed.
+    """
+    try:
+        try:
+            if outcome.status == "failed":
+                text = f"{outcome.error}\n\n{outcome.traceback or ''}"
+                write_text(folder / "error.txt", text.rstrip() + "\n")
+        finally:
+            if recorder is not None:
+                recorder.finish(outcome.status, outcome.error)
+            else:
+                _write_summary(folder, outcome, settings)
+    except UnwritableError as error:
+        if outcome.status == "completed":
+            return outcome_of(error)
+        said_already = str(error.path.parent) in (outcome.error or "")
+        return outcome if said_already else replace(outcome, error=f"{outcome.error}; {error}")
+    return outcome
+
+
+def _write_summary(folder: Path, outcome: Outcome, settings: Settings | None) -> None:
+    """summary.json of a run that recorded nothing."""
+    summary: dict[str, object] = {"status": outcome.status, "error": outcome.error}
+    if settings is not None:
+        summary |= {"mode": settings.mode, "schedule": settings.schedule.get("name")}
+        summary |= {"ranks": settings.pipeline.ranks, "microbatches": settings.pipeline.microbatches}
+        summary |= {"replicas": settings.data_parallel.replicas}
+    write_json(folder / "summary.json", summary)
+
+
+def write_plan(
+    settings: Settings, program: Program, folder: Path, layers: Sequence[Sequence[str]] | None = None
+) -> str:
+    """Verify and simulate; write plan.json and program.csv; return the text for a terminal."""
+    reduce = settings.data_parallel.replicas * program.placement.copies > 1
+    lowered = lower(program, reduce, step=True, gather=reduce and settings.divided)
+    for each in (program, lowered):
+        verify(each, ascending=SCHEDULES[program.name].ascending)
+    computations, pipeline = compute_only(program), settings.pipeline
+    costs = Costs.from_settings(settings.plan.costs, program.placement, program.microbatches)
+    timeline = simulate(computations, costs)
+    found = figures(computations, timeline)
+    long = None
+    if program.asynchronous:
+        options = settings.schedule_options
+        long = long_run(program.name, pipeline.ranks, pipeline.microbatches, settings.plan.costs, options)
+    write_json(folder / "plan.json", plan_summary(computations, lowered, costs, timeline, found, layers, long))
+    write_text(folder / CSV_NAME, to_csv(computations))
+    return plan_text(computations, lowered, timeline, found, long=long)
+
+
+def _prepared(settings: Settings, start_dir: str, run_dir: str) -> Job:
+    """Everything that can be refused is refused here."""
+    if settings.launch == "processes" and not environment.joined():
+        from engine.launch.supervise import warm_up
+
+        warm_up()
+    from engine.cli.config import one_of
+    from engine.collectives import COLLECTIVES
+    from engine.gradients.division import DIVISIONS
+    from engine.launch import handover
+    from engine.prepare.prepare import prepare
+
+    try:
+        _check_launcher(settings)
+        one_of("allreduce.name", settings.allreduce.name, [*COLLECTIVES, *DIVISIONS])
+        handover.check(settings)
+        return prepare(settings, start_dir, run_dir)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+
+
+def _check_launcher(settings: Settings) -> None:
+    """What a launcher started must be what the configuration asks for."""
+    if not environment.joined():
+        return
+    started = environment.launched_world()
+    if settings.launch != "processes":
+        raise ValueError(f"launch={settings.launch} has all ranks in one process, but the launcher started {started}")
+    if settings.world != started:
+        raise ValueError(
+            f"pipeline.ranks={settings.pipeline.ranks} x data_parallel.replicas={settings.data_parallel.replicas} are "
+            f"{settings.world} ranks, but the launcher started {started} (nnodes x nproc-per-node): make them equal"
+        )
+
+
+def _describe(job: Job, folder: Path, recorder: Recorder) -> None:
+    """Write what is known before the start: the resolved configuration and the plan."""
+    ends = [*job.split[1:], len(job.layers)]
+    layers = [[layer.name for layer in job.layers[a:b]] for a, b in zip(job.split, ends, strict=True)]
+    write_plan(job.settings, job.compute, folder, layers)
+    config = asdict(job.settings)
+    write_json(folder / CONFIG_NAME, config)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    _note(recorder, logging.INFO, f"configuration {digest} ({CONFIG_NAME}), seed {job.settings.seed}")
+    batch = job.settings.train.global_batch_size
+    if batch > job.train_samples:
+        said = f"train.global_batch_size={batch} is more than the {job.train_samples} samples there are"
+        _note(recorder, logging.WARNING, f"{said}: every step takes all of them, and is an epoch")
+
+
+def _note_device(settings: Settings, recorder: Recorder) -> None:
+    """Say so where `device=auto` has left GPUs alone."""
+    import torch
+
+    from engine.prepare.devices import passed_over
+
+    if line := passed_over(settings, os.environ, torch.cuda.device_count()):
+        _note(recorder, logging.WARNING, line)
+
+
+def _note(recorder: Recorder, level: int, message: str) -> None:
+    recorder(Record("log", {"rank": None, "level": level, "logger": __name__, "message": message}, {}))

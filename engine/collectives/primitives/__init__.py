@@ -1,0 +1,1 @@
+"""The six primitives and the barrier, over any subset of ranks."""

@@ -1,0 +1,1 @@
+"""Gradients and who sums them: buckets, shards, compression."""

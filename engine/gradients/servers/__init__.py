@@ -1,0 +1,1 @@
+"""Parameter servers: shards that replicas push to, in step or not."""

@@ -1,0 +1,276 @@
+"""One stage of the model on one rank: its layers, and the graphs of the micro-batches that are in flight.
+
+    received tensors ─ gates ─ layers ─ outputs          F keeps: the gates' box, gradient edges of the outputs
+    box of gradients ◄─ gates ◄───────── gradients       B consumes them, or I does and leaves some work for W
+
+Of an output only its gradient edge is kept: the tensor itself is free once it is sent, so what stays alive per
+micro-batch is what autograd saved. The last stage ends in the loss: F computes its sum, B or I starts from
+sum / (what the global batch counted); nothing else is divided anywhere. A micro-batch whose backward comes in halves
+goes through the layers under the routing of `split`; any other goes through plain torch. Where an asynchronous schedule
+keeps several versions of the weights, both run on the version that the micro-batch reads (`versions`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from engine.pipeline.activations import recomputes, saved_bytes
+from engine.pipeline.boundary import Message, tensors_of
+from engine.pipeline.overlap import Beside, LayerCall
+from engine.pipeline.seeds import drawing_again, seeded
+from engine.pipeline.split import Later, Routing
+from engine.pipeline.versions import Versions
+from engine.telemetry.trace import Tracer
+
+
+class StageLayer(NamedTuple):
+    """`number` counts through the whole model; `random` layers are seeded before each forward."""
+
+    number: int
+    name: str
+    module: nn.Module
+    random: bool
+
+
+class Draw(NamedTuple):
+    """What a forward's random numbers depend on, besides the run's seed and the layer."""
+
+    step: int
+    microbatch: int
+    replica: int
+
+
+@dataclass(slots=True)
+class _Live:
+    """A micro-batch between its forward and its (input-)backward. `later` is given where that is a half."""
+
+    box: list[Tensor | None]
+    roots: list[Any]  # gradient edges of the outputs that require grad, in the order of the message
+    loss: Tensor | None
+    nbytes: int
+    later: Later | None
+
+
+class Stage:
+    """Stage `index`: its layers, in order, on `device`; `seed` is the run's, `autocast` the context of its forwards.
+
+    A `random_loss` is seeded before each call, as random layers are.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layers: Sequence[StageLayer],
+        device: torch.device,
+        seed: int,
+        random_loss: bool = False,
+    ) -> None:
+        self.index = index
+        self.layers = tuple(layers)
+        self.device = device
+        self.seed = seed
+        self.random_loss = random_loss
+        self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.versions: Versions | None = None  # given where the schedule is asynchronous
+        self.ready: Callable[[], None] = lambda: None  # returns when the parameters may be used
+        self.tracer: Tracer | None = None  # told what each layer of a forward in training takes
+        self.live_bytes = 0  # kept by autograd for micro-batches in flight, and for weight gradients to come
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._live: dict[int, _Live] = {}
+        self._later: dict[int, tuple[Later, int]] = {}  # between I and W: what is left to do, and the bytes it holds
+        self._saved: dict[int, int] = {}  # micro-batch size -> bytes that its forward leaves
+        self._saved_by: dict[int, dict[int, int]] = {}  # the same by the number of the layer; beyond the last: the loss
+        self._draws_again = False  # a backward here runs layers again that draw
+        self._reached: list[tuple[int, list[Any]]] | None = None  # layers and the nodes that end them, where wanted
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Trainable parameters under their full names, in model order."""
+        return [(name, p) for name, p in self._named("named_parameters") if p.requires_grad]
+
+    def named_buffers(self) -> list[tuple[str, Tensor]]:
+        return self._named("named_buffers")
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {
+            f"{layer.name}.{key}": value for layer in self.layers for key, value in layer.module.state_dict().items()
+        }
+
+    def _named(self, what: str) -> list[tuple[str, Any]]:
+        return [(f"{layer.name}.{key}", value) for layer in self.layers for key, value in getattr(layer.module, what)()]
+
+    def run(self, value: Any, draw: Draw | None) -> Any:
+        """The layers, one after another. `draw` is None in evaluation."""
+        with self.autocast():
+            for layer in self.layers:
+                value = self._through(layer, value, draw)
+        return value
+
+    def _through(self, layer: StageLayer, value: Any, draw: Draw | None) -> Any:
+        if draw is None:
+            return layer.module(value)
+        start = None if self.tracer is None else self.tracer.mark()
+        with seeded(layer.random, self.device, self.seed, "draw", layer.number, *draw):
+            value = layer.module(value)
+        if self.tracer is not None:
+            self.tracer.add_layer(layer.number, start, self.tracer.mark())
+        if self._reached is not None:
+            self._reached.append((layer.number, [tensor.grad_fn for tensor in tensors_of(value)]))
+        return value
+
+    def _run_routed(self, value: Any, draw: Draw, later: Later | None, beside: Beside | None) -> Any:
+        """The layers of a forward in training. Where other work runs beside them, a layer's contexts end with it."""
+        routing = nullcontext if later is None else lambda: Routing(later)
+        if beside is None:
+            with routing():
+                return self.run(value, draw)
+
+        def call(layer: StageLayer, value: Any) -> Any:
+            with self.autocast(), routing():
+                return self._through(layer, value, draw)
+
+        return beside([LayerCall(x.name, x.module, partial(call, x)) for x in self.layers], value)
+
+    def forward(
+        self,
+        microbatch: int,
+        received: Sequence[Tensor | None] | None,
+        given: Any,
+        message: Message | None,
+        draw: Draw,
+        loss: Callable[[Any], Tensor] | None,
+        rows: int,
+        halves: bool = False,
+        beside: Beside | None = None,
+    ) -> tuple[Any, Tensor | None]:
+        """Forward of a micro-batch of `rows` samples in training: the output, and on the last stage the loss sum.
+
+        The input is `given` on the first stage, else the `received` tensors of `message`. `halves`: its backward will
+        be `backward_input` and `backward_weight`. `beside` runs the layers, where something else runs meanwhile.
+        """
+        box: list[Tensor | None] = []
+        if message is not None:
+            assert received is not None
+            given, box = message.enter(received, self._anchor)
+        later = Later() if halves else None
+        self._reached = None if rows in self._saved else []
+        if self.versions is None:
+            output = self._run_routed(given, draw, later, beside)
+        else:
+            output = self.versions.forward(microbatch, lambda: self._run_routed(given, draw, later, beside))
+        total = None
+        if loss is not None:
+            total = self._scored(loss, output, draw)
+            roots = []
+        else:
+            wanting = [t for t in tensors_of(output) if t.requires_grad]
+            roots = [torch.autograd.graph.get_gradient_edge(t) for t in wanting]
+        if self._reached is not None:
+            last = self.layers[-1].number
+            after = (last, tensors_of(output)) if total is None else (last + 1, [total])
+            self._count([*self._reached, (after[0], [t.grad_fn for t in after[1]])], microbatch, rows)
+        self._live[microbatch] = _Live(box, roots, total, self._saved[rows], later)
+        self.live_bytes += self._saved[rows]
+        return output, None if total is None else total.detach()
+
+    def _scored(self, loss: Callable[[Any], Tensor], output: Any, draw: Draw) -> Tensor:
+        """The loss sum; it is timed as what follows the last layer."""
+        start = None if self.tracer is None else self.tracer.mark()
+        with self.autocast(), seeded(self.random_loss, self.device, self.seed, "draw", "loss", *draw):
+            total = loss(output)
+        if self.tracer is not None:
+            self.tracer.add_layer(self.layers[-1].number + 1, start, self.tracer.mark())
+        return total
+
+    def _count(self, parts: list[tuple[int, list[Any]]], microbatch: int, rows: int) -> None:
+        """What the forward of a micro-batch of `rows` samples has left for its backward, by layers and their ends."""
+        weights: list[Tensor] = [p for layer in self.layers for p in layer.module.parameters()]
+        read = [] if self.versions is None else self.versions.tensors(microbatch)
+        found = saved_bytes([nodes for _, nodes in parts], weights + read)
+        if any(layer.random for layer in self.layers):
+            self._draws_again |= recomputes(node for _, ends in parts for node in ends)
+        by_layer = self._saved_by.setdefault(rows, {})
+        for (number, _), nbytes in zip(parts, found, strict=True):
+            by_layer[number] = by_layer.get(number, 0) + nbytes
+        self._saved[rows], self._reached = sum(found), None
+
+    def backward(
+        self, microbatch: int, gradients: Sequence[Tensor | None] | None, count: float | None
+    ) -> list[Tensor | None]:
+        """Full backward of a micro-batch: accumulates into `.grad`, returns the gradients of the received tensors.
+
+        On the last stage `count` is what the global batch counted; a batch that counted nothing adds nothing.
+        """
+        live = self._live.pop(microbatch)
+        self.live_bytes -= live.nbytes
+        assert live.later is None, "a micro-batch whose backward comes in halves"
+        start = _start(live, gradients, count)
+        with drawing_again(self._draws_again):
+            if self.versions is None:
+                torch.autograd.backward(*start)
+            else:
+                self.versions.backward(microbatch, lambda: torch.autograd.backward(*start))
+        return live.box
+
+    def backward_input(
+        self, microbatch: int, gradients: Sequence[Tensor | None] | None, count: float | None
+    ) -> list[Tensor | None]:
+        """The same without the weight gradients that can wait: what only these need is all that stays alive."""
+        live = self._live.pop(microbatch)
+        self.live_bytes -= live.nbytes
+        assert live.later is not None, "a micro-batch whose backward comes whole"
+        with drawing_again(self._draws_again):
+            live.later.backward(*_start(live, gradients, count))
+        self._later[microbatch] = live.later, live.later.nbytes
+        self.live_bytes += live.later.nbytes
+        return live.box
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The weight gradients that `backward_input` has left, added to `.grad`."""
+        later, held = self._later.pop(microbatch)
+        self.live_bytes -= held
+        later.run()
+
+    def waiting(self, microbatch: int) -> set[Tensor]:
+        """The parameters whose gradients `backward_weight` will add."""
+        return self._later[microbatch][0].parameters
+
+    def held(self, microbatch: int) -> int:
+        """Bytes that autograd keeps for one micro-batch in flight."""
+        return self._live[microbatch].nbytes
+
+    @property
+    def largest(self) -> int:
+        """Samples of the largest micro-batch so far; 0 before the first."""
+        return max(self._saved, default=0)
+
+    @cached_property
+    def parameter_bytes(self) -> dict[int, int]:
+        """A layer's number -> bytes of its parameters."""
+        return {layer.number: sum(p.nbytes for p in layer.module.parameters()) for layer in self.layers}
+
+    def saved_by_layer(self) -> dict[int, int]:
+        """A layer's number -> bytes that the largest micro-batch so far left there; beyond the last one the loss."""
+        return self._saved_by.get(self.largest, {})
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches whose forward ran and whose (input-)backward did not."""
+        return len(self._live)
+
+
+def _start(
+    live: _Live, gradients: Sequence[Tensor | None] | None, count: float | None
+) -> tuple[list[Any], list[Tensor | None]]:
+    """Where a backward begins, and with which gradients: nowhere, if nothing counted or no gradient is there."""
+    if live.loss is not None:
+        return ([live.loss / count], [None]) if live.loss.requires_grad and count else ([], [])
+    assert gradients is not None
+    pairs = [(root, gradient) for root, gradient in zip(live.roots, gradients, strict=True) if gradient is not None]
+    return [root for root, _ in pairs], [gradient for _, gradient in pairs]

@@ -1,0 +1,1 @@
+"""What a run measured, put together for another configuration."""

@@ -1,0 +1,1 @@
+"""Settings to Job: model, data and loss are tried once, every program is proven."""

@@ -1,0 +1,358 @@
+"""From settings to a job: everything is decided, checked and proven here, before any worker starts.
+
+    model under FakeTensorMode ─> split ─┐
+    data set: length, one item ──────────┼─> micro-batch sizes that can occur ─> programs (verified) and message tables
+    schedule ─> placement ───────────────┘
+
+Every mistake a user can make in model, data, split or sizes is a ValueError that names the value and the remedy.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from engine.job import Job, MessageSpec
+from engine.pipeline.lazy_dynamo import put_off
+from engine.pipeline.losses import Loss, make_loss, with_tensors
+from engine.pipeline.overlap import make_overlap
+from engine.plan.actions import Action, Op, Placement, Program
+from engine.plan.lowering import lower
+from engine.plan.partition import manual, partition
+from engine.plan.schedules import SCHEDULES, largest_legal_microbatches
+from engine.plan.schedules import build as build_schedule
+from engine.plan.schedules.forward_only import evaluation
+from engine.plan.verify import verify, verify_idle
+from engine.prepare.changes import check_changes, check_synchronised
+from engine.prepare.devices import choose
+from engine.prepare.inspect import FakeModel
+from engine.prepare.trials import TRIED_ROWS, Sample, adds_up, length_of, sample_of, try_loss, try_update
+from engine.settings import Settings
+from engine.targets import blaming, locate, prepare_import_path
+from engine.training.asynchronous_sgd import check_asynchronous_sgd
+from engine.training.build import DTYPES, autocast_of, model_layers
+from engine.training.connections import check_open_files, connections
+from engine.training.delay import check_delay
+from engine.training.meet import transport_of
+from engine.training.microbatch import Batches, passes, sizes
+from engine.training.reduction import grouped
+from engine.training.sharding import check_sharding
+from engine.training.source import dataset
+from engine.training.window import stream_program, stream_programs, window_lengths
+
+log = logging.getLogger(__name__)
+
+
+def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
+    """The job that `settings` describe. Raises ValueError for every mistake found; starts nothing."""
+    put_off()
+    prepare_import_path(start_dir)
+    settings = grouped(replace(settings, device=choose(settings, os.environ, torch.cuda.device_count())))
+    transport_of(settings)
+    compute = compute_program(settings, settings.pipeline.microbatches)
+    verify(compute, SCHEDULES[compute.name].ascending)
+    settings = replace(settings, model=sized_model(settings.model, compute.placement))
+    _check_batch(settings)
+    check_asynchronous_sgd(settings, compute)
+    check_sharding(settings, compute)
+    make_overlap(settings.model.get("overlap"))
+    loss = make_loss(settings.model.get("loss") or {})
+    with blaming(settings.data, "data"):
+        lengths, items, data = _measure_data(settings)
+    device, dtype = torch.device(settings.device), DTYPES[settings.precision]
+    with blaming(settings.model, "model"):
+        model = FakeModel(lambda: model_layers(settings.model), device, dtype, autocast_of(settings.precision, device))
+    split = choose_split(settings, model, compute.placement.stages)
+    pieces = {
+        "train": _training_pieces(settings, lengths["train"]),
+        "eval": _evaluation_pieces(settings, lengths["eval"]),
+    }
+    with blaming(settings.model, "model"), blaming(with_tensors(settings.model["loss"]), "model.loss"):
+        boundaries = {
+            (mode, rows): model.boundaries(item, rows, split, mode == "train", loss)
+            for mode, item in items.items()
+            for rows in sorted({rows for piece in pieces[mode] for rows in piece})
+        }
+        check_synchronised(model.modules, model.names, compute, settings.data_parallel.replicas)
+        check_changes(model.changes, model.names, split, compute, settings.data_parallel.replicas)
+        random_loss = _try_parts(settings, model, loss, lengths, items, boundaries)
+        _check_additive(settings, model, loss, items["train"], data)
+    if compute.asynchronous:
+        programs = _without_drains(settings, lengths["train"], lengths["eval"])
+    else:
+        programs = _step_by_step(settings, compute, {len(piece) for piece in pieces["train"]})
+    forward = {len(piece): evaluation(compute.placement, len(piece)) for piece in pieces["eval"]}
+    job = Job(
+        settings=settings,
+        placement=compute.placement,
+        layers=model.layers(),
+        split=split,
+        train_samples=lengths["train"],
+        eval_samples=lengths["eval"],
+        evaluations=_lowered(forward, reduce=False, step=False),
+        boundaries=boundaries,
+        random_loss=random_loss,
+        start_dir=start_dir,
+        run_dir=run_dir,
+        **programs,
+    )
+    found = connections(job)
+    check_delay(job, found.edges)
+    check_open_files(job, found)
+    return job
+
+
+def _step_by_step(settings: Settings, compute: Program, microbatches: Iterable[int]) -> dict[str, Any]:
+    """What a job holds of a synchronous schedule: a program for each number of micro-batches that can occur."""
+    training = {count: compute_program(settings, count) for count in microbatches}
+    reduce = settings.data_parallel.replicas * compute.placement.copies > 1
+    again, gather = settings.train.accumulate > 1, settings.divided
+    whole = _lowered(training, reduce=reduce, step=True, gather=gather)
+    idle = _idle(compute.placement, reduce, gather)
+    verify_idle(idle, whole.values())
+    return {
+        "compute": compute,
+        "steps": {0: idle} | whole,
+        "passes": _lowered(training, reduce=False, step=False) if again else {},
+    }
+
+
+def _without_drains(settings: Settings, samples: int, eval_samples: int) -> dict[str, Any]:
+    """What a job holds of an asynchronous schedule: a program for each window between two drains."""
+    batches = _batches(settings, samples)
+    windows = window_lengths(_steps(settings, batches), settings.eval.every if eval_samples else None)
+    streams = stream_programs(settings, batches, windows)
+    first = stream_program(settings, next(iter(streams)))
+    return {"compute": first, "steps": {}, "passes": {}, "windows": windows, "streams": streams}
+
+
+def compute_program(settings: Settings, microbatches: int) -> Program:
+    """The compute-only program for so many micro-batches.
+
+    Where the schedule is not defined for them: that of the largest number below for which it is, and where there is
+    none, all forwards and then all backwards on the same placement. The configured number itself must be legal.
+    """
+    name = settings.schedule["name"]
+    options = {key: value for key, value in settings.schedule.items() if key != "name" and value is not None}
+    ranks = settings.pipeline.ranks
+    configured = build_schedule(name, ranks, settings.pipeline.microbatches, options)
+    if microbatches == settings.pipeline.microbatches:
+        return configured
+    legal = largest_legal_microbatches(name, ranks, microbatches, options)
+    return build_schedule(name, ranks, legal, options) if legal else _all_forward_all_backward(configured, microbatches)
+
+
+def _all_forward_all_backward(configured: Program, microbatches: int) -> Program:
+    placement = replace(configured.placement, direction=configured.placement.direction[:microbatches])
+    rows = []
+    for rank in range(placement.ranks):
+        stages = placement.stages_of(rank)
+        forward = [Action(s, Op.F, m) for s in stages for m in range(microbatches) if placement.rank(s, m) == rank]
+        backward = [Action(a.stage, Op.B, a.microbatch) for a in forward]
+        rows.append(forward + sorted(backward, key=lambda a: (-a.stage, a.microbatch)))
+    return Program.of(configured.name, placement, microbatches, rows)
+
+
+def _lowered(programs: Mapping[int, Program], reduce: bool, step: bool, gather: bool = False) -> dict[int, Program]:
+    """Each with its communication, verified."""
+    found = {m: lower(program, reduce, step, gather) for m, program in programs.items()}
+    for program in found.values():
+        verify(program, SCHEDULES[program.name].ascending)
+    return found
+
+
+def _idle(placement: Placement, reduce: bool, gather: bool) -> Program:
+    """The step of a replica without samples: it takes part in the reductions and the update."""
+    rows = []
+    for rank in range(placement.ranks):
+        stages = placement.stages_of(rank)
+        reductions = [Action(s, Op.REDUCE) for s in reversed(stages)] if reduce else []
+        gathers = [Action(s, Op.GATHER) for s in stages] if gather else []
+        rows.append([*reductions, Action(stages[0], Op.STEP), *gathers])
+    return Program.of("idle", replace(placement, direction=()), 0, rows)
+
+
+def sized_model(config: Mapping[str, Any], placement: Placement) -> dict[str, Any]:
+    """The model's keywords, with `stages` and `chunks` filled in where its function takes them and they are unset."""
+    filled = dict(config)
+    target = locate(str(config.get("_target_")), "model")
+    try:
+        accepted = inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return filled
+    given = {"stages": placement.stages, "chunks": placement.stages // placement.ranks}
+    for key, value in given.items():
+        if key in accepted and filled.get(key) is None:
+            filled[key] = value
+    return filled
+
+
+def choose_split(settings: Settings, model: FakeModel, stages: int) -> tuple[int, ...]:
+    """Index of the first layer of each stage."""
+    name, own = settings.partition.get("name", "model"), settings.model.get("split")
+    if stages > len(model.names):
+        raise ValueError(
+            f"{stages} stages, but the model has {len(model.names)} layers ({', '.join(model.names[:8])}, ...): "
+            f"lower pipeline.ranks to at most {len(model.names)}, or give the model more layers"
+        )
+    if name == "manual":
+        wanted = settings.partition.get("split")
+        if wanted is None:
+            raise ValueError(
+                "partition=manual needs partition.split=[LAYER,...]: the layers that begin stages 1, 2, ..."
+            )
+        split = manual(model.names, wanted)
+        if len(split) != stages:
+            raise ValueError(
+                f"partition.split={list(wanted)} makes {len(split)} stages, but the run has {stages}; "
+                f"name {stages - 1} layers, or change pipeline.ranks"
+            )
+        return split
+    if name == "model" and own is not None and len(own) + 1 == stages:
+        try:
+            return manual(model.names, own)
+        except ValueError as error:
+            raise ValueError(
+                f"model.split={list(own)} does not fit this model: {error}. Where it came with another model's "
+                "configuration, set model.split=null, or choose partition=parameters"
+            ) from error
+    costs = [1.0] * len(model.names) if name == "uniform" else [float(n) for n in model.parameters]
+    return partition(costs, stages)
+
+
+def _check_batch(settings: Settings) -> None:
+    """M must fit a replica's share of the configured batch, in every pass."""
+    train, replicas, wanted = settings.train, settings.data_parallel.replicas, _microbatches(settings)
+    share = sizes(train.global_batch_size, replicas)[-1]
+    smallest = share // train.accumulate
+    if smallest < wanted:
+        raise ValueError(
+            f"pipeline.microbatches={wanted} is more than the {smallest} samples that a replica has in one pass "
+            f"(train.global_batch_size={train.global_batch_size} over {replicas} replicas, "
+            f"train.accumulate={train.accumulate}); use at most {max(smallest, 1)}, or a larger batch"
+        )
+
+
+def _measure_data(settings: Settings) -> tuple[dict[str, int], dict[str, Sample], Any]:
+    """Length and first item of the training data ("train") and of the held-out data ("eval": 0 and none without), and
+    the training data."""
+    lengths, items, sources = {"train": 0, "eval": 0}, {}, {}
+    for mode, where in (("train", "data"), ("eval", "data.evaluation")):
+        source = dataset(settings.data, evaluation=mode == "eval")
+        if source is not None:
+            sources[mode] = source
+            lengths[mode] = length_of(source, where)
+            items[mode] = sample_of(source, where)
+    samples, replicas = lengths["train"], settings.data_parallel.replicas
+    size = settings.train.global_batch_size
+    if settings.data.get("drop_last") and samples < size:
+        raise ValueError(
+            f"data.drop_last=true leaves no batch of the {samples} samples that data has: "
+            f"train.global_batch_size={size} is more; use at most {samples}, or data.drop_last=false"
+        )
+    if samples < replicas:
+        raise ValueError(
+            f"data has {samples} samples for data_parallel.replicas={replicas}; use at most {samples} replicas"
+        )
+    return lengths, items, sources["train"]
+
+
+def _try_parts(
+    settings: Settings,
+    model: FakeModel,
+    loss: Loss,
+    lengths: Mapping[str, int],
+    items: Mapping[str, Sample],
+    boundaries: Mapping[tuple[str, int], tuple[MessageSpec, ...]],
+) -> bool:
+    """What fake tensors do not show: losses that look at values, optimizers that need more than gradients. Whether the
+    loss draws random numbers."""
+    drawn = []
+    if settings.device == "cpu":
+        autocast = autocast_of(settings.precision, torch.device("cpu"))
+        for mode, (_, target) in items.items():
+            smallest = min(rows for each, rows in boundaries if each == mode)
+            output = boundaries[mode, smallest][-1]
+            drawn.append(try_loss(loss, output, target, smallest, DTYPES[settings.precision], autocast))
+    try_update(settings, model.trainable, _steps(settings, _batches(settings, lengths["train"])))
+    return any(drawn) if drawn else model.random_loss
+
+
+def _check_additive(settings: Settings, model: FakeModel, loss: Loss, sample: Sample, data: Any) -> None:
+    """A loss of a whole batch that is not made of its samples' is another one for each way to divide the batch."""
+    replicas = 1 if settings.data_parallel.asynchronous else settings.data_parallel.replicas
+    divided = {
+        "pipeline.microbatches": _microbatches(settings),
+        "data_parallel.replicas": replicas,
+        "train.accumulate": settings.train.accumulate,
+    }
+    rows = min(TRIED_ROWS, len(data) // 2)
+    if loss.additive or rows == 0 or max(divided.values()) == 1:
+        return
+    try:
+        one, whole = model.output(sample, rows), model.output(sample, 2 * rows)
+    except ValueError:  # sizes of batches that the model does not take, and that do not occur
+        return
+    autocast = autocast_of(settings.precision, torch.device("cpu"))
+    found = adds_up(loss, one, whole, data, rows, DTYPES[settings.precision], autocast)
+    if found is None:
+        return
+    figures = f"{2 * rows} at once give {found[0]:.6g}, in two parts {found[1]:.6g}"
+    said = f"model.loss does not add up over samples ({figures})"
+    if settings.model.get("loss_additive", True):
+        parts = ", ".join(f"{key}={value}" for key, value in divided.items() if value > 1)
+        raise ValueError(
+            f"{said}, so {parts} would make another loss of it. Return (sum, count), where both add up, or give it "
+            "count(target); where it compares samples of a batch set these to 1; model.loss_additive=false trains on "
+            "the parts all the same"
+        )
+    log.warning("%s; trained is the loss of the parts, which depends on how the batch is divided", said)
+
+
+def _microbatches(settings: Settings) -> int:
+    """Micro-batches of a pass through the pipeline, or of one update of an asynchronous schedule."""
+    return SCHEDULES[settings.schedule["name"]].per_update(settings.pipeline.microbatches)
+
+
+def _batches(settings: Settings, samples: int) -> Batches:
+    """The training's batches, in no particular order."""
+    drop, replicas = bool(settings.data.get("drop_last", False)), settings.data_parallel.replicas
+    return Batches(samples, settings.train.global_batch_size, replicas, 0, shuffle=False, drop_last=drop)
+
+
+def _steps(settings: Settings, batches: Batches) -> int:
+    return batches.steps(settings.train.steps, settings.train.epochs)
+
+
+def _training_pieces(settings: Settings, samples: int) -> list[list[int]]:
+    def legal(microbatches: int) -> int:
+        return microbatches if asynchronous else compute_program(settings, microbatches).microbatches
+
+    asynchronous = SCHEDULES[settings.schedule["name"]].stream is not None
+    batches = _batches(settings, samples)
+    steps, accumulate = _steps(settings, batches), settings.train.accumulate
+    return _pieces(batches, steps, accumulate, _microbatches(settings), legal)
+
+
+def _evaluation_pieces(settings: Settings, samples: int) -> list[list[int]]:
+    size = settings.eval.batch_size or settings.train.global_batch_size
+    batches = Batches(samples, size, settings.data_parallel.replicas, 0, shuffle=False)
+    return _pieces(batches, batches.per_epoch, 1, settings.pipeline.microbatches, lambda m: m) if samples else []
+
+
+def _pieces(
+    batches: Batches, steps: int, accumulate: int, microbatches: int, legal: Callable[[int], int]
+) -> list[list[int]]:
+    """Every list of micro-batch sizes that a pass over the first `steps` of these batches can have, each once."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for count in {batches.count(index) for index in (0, batches.per_epoch - 1) if index < steps}:
+        for share in set(sizes(count, batches.replicas)):
+            for piece in passes(share, accumulate, microbatches, legal):
+                found.setdefault(tuple(piece), piece)
+    return list(found.values())

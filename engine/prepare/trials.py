@@ -1,0 +1,264 @@
+"""Parts of a run that the parent tries once, small and for real, so that no worker has to find out.
+
+    data set               its length, its first and its last item, and that these two make one batch
+    loss                   on a stand-in for the output and a real target: what it returns, whether gradients flow,
+                           and whether it is the same in two parts as it is whole
+    optimizer, scheduler   over stand-ins for the model's parameters; the scheduler takes the steps of the run
+
+What fails is refused with a ValueError that names the key and what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+from torch.utils.data import IterableDataset, default_collate
+
+from engine.errors import a_type, cause, refusing, said
+from engine.job import MessageSpec, TensorSpec
+from engine.pipeline.boundary import describe, shapes
+from engine.pipeline.losses import Loss, stand_in
+from engine.pipeline.nesting import template
+from engine.prepare.inspect import Watch
+from engine.settings import Settings
+from engine.targets import blaming, build, required
+from engine.training.microbatch import take
+from engine.training.source import pair, to_device
+
+TRIED_ROWS = 4  # samples in half of the batch that shows whether a loss adds up
+MOST_TRIED = 1000  # steps of a scheduler: a moment, even with many parameter groups
+
+Sample = tuple[Any, Any]
+
+# ---- data set ----------------------------------------------------------------------------------------------------
+
+
+def length_of(data: Any, where: str) -> int:
+    """Samples of a map-style data set; `where` is the section that gave it."""
+    mapped = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if not mapped or isinstance(data, type | IterableDataset):
+        what = f"the class {data.__name__} itself" if isinstance(data, type) else a_type(data)
+        raise ValueError(f"{where} gives {what}; a map-style data set is needed (__len__, __getitem__)")
+    with refusing(lambda error: f"{where} gives a data set whose length cannot be told: {said(error)}"):
+        length = len(data)
+    if length == 0:
+        raise ValueError(f"{where} gives a data set without samples")
+    return length
+
+
+def sample_of(data: Any, where: str) -> Sample:
+    """The first item, (input, target), as a batch of one and the last item beside it can be collated."""
+    first, last = _item(data, 0, where), _item(data, len(data) - 1, where)
+    for name, part, other in zip(("input", "target"), first, last, strict=True):
+        with refusing(lambda error, name=name: _no_batch(name, where, len(data) - 1, error)):  # type: ignore[misc]
+            default_collate([part, other])
+    if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(default_collate([first[0]]))):
+        raise ValueError(
+            f"item 0 of {where} has an input without a tensor: {str(first[0])[:80]!r}; give tensors, arrays or numbers"
+        )
+    return first
+
+
+def _item(data: Any, index: int, where: str) -> Sample:
+    with refusing(lambda error: f"item {index} of {where} cannot be used: {said(error)}"):
+        return pair(data[index])
+
+
+def _no_batch(name: str, where: str, last: int, error: BaseException) -> str:
+    return (
+        f"the {name}s of items 0 and {last} of {where} cannot be put into one batch: {said(error)}. Inputs and targets "
+        "are nestings of tensors, arrays and numbers, of the same shapes in every item"
+    )
+
+
+# ---- loss --------------------------------------------------------------------------------------------------------
+
+
+def try_loss(
+    loss: Loss,
+    output: MessageSpec,
+    target: Any,
+    rows: int,
+    dtype: torch.dtype,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> bool:
+    """Call the loss with a stand-in for `output`, which is that of `rows` samples, and a batch of as many `target`s, as
+    the last stage of a CPU will. Whether it drew random numbers."""
+    given, loss = _as_output(output), loss.apart()
+    with refusing(lambda error: f"model.loss fails on an output of {shapes(given)}: {said(error)}"):
+        expected = to_device(default_collate([target] * rows), torch.device("cpu"), dtype)
+    complaint = f"model.loss fails on the model's output ({shapes(given)}) and the data's targets ({shapes(expected)})"
+    with refusing(lambda error: f"{complaint}: {cause(error)}"), autocast(), Watch() as watch:
+        total = loss(given, expected)
+        count = loss.count(expected, output)
+        loss.scored(given, expected)
+    wanting = any(leaf.requires_grad for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor))
+    if wanting and count and not total.requires_grad:
+        raise ValueError(
+            "model.loss returns a number through which no gradient flows to the model's output: it must be computed "
+            "from the output by differentiable operations (no argmax, item() or detach())"
+        )
+    return watch.drawn
+
+
+def _as_output(output: MessageSpec) -> Any:
+    """A stand-in that requires grad where the output does. Not a leaf: a loss may work in place."""
+    wanting = pytree.tree_map(lambda leaf: isinstance(leaf, TensorSpec) and leaf.requires_grad, template(output))
+    made = stand_in(output, torch.device("cpu"))
+    return pytree.tree_map(lambda leaf, wants: leaf.requires_grad_().clone() if wants else leaf, made, wanting)
+
+
+def adds_up(
+    loss: Loss,
+    one: MessageSpec,
+    whole: MessageSpec,
+    data: Any,
+    rows: int,
+    dtype: torch.dtype,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> tuple[float, float] | None:
+    """The loss of one batch taken whole, and of the same in two parts, as the engine puts them together, where these
+    differ. None where they are equal, and where the trial can tell nothing.
+
+    `one` and `whole` are the model's outputs for `rows` and for twice as many samples of `data`: where they differ is
+    the dimension of the samples. A loss that draws is not judged (its parts draw other numbers), nor one that fails or
+    is not finite on numbers that no model gave.
+    """
+    total = 2 * rows
+    first = total - max(total // 3, min(2, rows))  # of unlike sizes, and of one sample only for want of more
+    try:
+        with refusing(said):
+            target = to_device(default_collate([pair(data[i])[1] for i in range(total)]), torch.device("cpu"), dtype)
+            output, dims = _made_up(whole), _batch_dimensions(one, whole, rows)
+        with refusing(said), autocast(), torch.no_grad(), Watch() as watch:
+            whole_sum, whole_count = _summed(loss, output, target)
+            sums, counts = 0.0, 0.0
+            for start, n in ((0, first), (first, total - first)):
+                part = _summed(loss, _narrowed(output, dims, start, n), take(target, start, n, total))
+                sums, counts = sums + part[0], counts + part[1]
+            half_precision = torch.is_autocast_enabled("cpu")
+    except ValueError:
+        return None
+    if watch.drawn or not whole_count or not counts:
+        return None
+    at_once, in_parts = whole_sum / whole_count, sums / counts
+    tolerance = (2e-2 if half_precision else 1e-4) * (abs(at_once) + abs(in_parts))
+    differ = math.isfinite(at_once) and math.isfinite(in_parts) and abs(at_once - in_parts) > tolerance
+    return (at_once, in_parts) if differ else None
+
+
+def _summed(loss: Loss, output: Any, target: Any) -> tuple[float, float]:
+    """(sum, count) of what a copy of the loss is given."""
+    asked = loss.apart()
+    given = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, output)
+    return float(asked(given, target)), asked.count(target, describe(output))
+
+
+def _made_up(output: MessageSpec) -> Any:
+    """Numbers between 0 and 1 that add up to 1 over the last dimension, as of probabilities, and differ everywhere."""
+    generator = torch.Generator().manual_seed(0)
+
+    def make(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            return leaf
+        drawn = torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
+        return (drawn.softmax(-1) if leaf.shape[-1:] > (1,) else drawn.sigmoid()).to(leaf.dtype)
+
+    return pytree.tree_map(make, stand_in(output, torch.device("cpu")))
+
+
+def _batch_dimensions(one: MessageSpec, whole: MessageSpec, rows: int) -> list[int]:
+    """For each tensor of the output, which of its dimensions grows with the samples. ValueError where none does."""
+    found = []
+    for small, large in zip(one.tensors, whole.tensors, strict=True):
+        grown = [i for i, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b]
+        if len(grown) != 1 or large.shape[grown[0]] != 2 * rows:
+            raise ValueError("an output that is not made of one part per sample")
+        found.append(grown[0])
+    return found
+
+
+def _narrowed(output: Any, dims: Sequence[int], start: int, rows: int) -> Any:
+    leaves, nesting = pytree.tree_flatten(output)
+    dim = iter(dims)
+    cut = [x.narrow(next(dim), start, rows).contiguous() if isinstance(x, Tensor) else x for x in leaves]
+    return pytree.tree_unflatten(cut, nesting)
+
+
+# ---- optimizer and scheduler -------------------------------------------------------------------------------------
+
+
+def try_update(settings: Settings, parameters: Sequence[Tensor], steps: int) -> None:
+    """Build optimizer and scheduler as a worker does, and let them step.
+
+    Stand-ins have the dimensions of the model's trainable parameters, each of size 1: what an optimizer has against a
+    parameter is seldom its size, and these take no memory. On a GPU the optimizer's step is not tried: options may
+    need parameters that lie there.
+    """
+    stand_ins = [nn.Parameter(torch.zeros([1] * p.ndim, dtype=p.dtype)) for p in parameters]
+    stand_ins = stand_ins or [nn.Parameter(torch.zeros(1))]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the workers will say it
+        optimizer = _optimizer(settings.optimizer, stand_ins, stepping=settings.device == "cpu")
+        config = settings.lr_scheduler
+        if config and config.get("_target_"):
+            _try_scheduler(config, optimizer, min(steps, MOST_TRIED))
+
+
+def _optimizer(config: Mapping[str, Any], parameters: list[nn.Parameter], stepping: bool) -> Optimizer:
+    _check_numbers(config)
+    made = build(config, parameters, where="optimizer")
+    label = f"optimizer._target_={config['_target_']}"
+    if not isinstance(made, Optimizer):
+        raise ValueError(f"{label} gives {a_type(made)}, which is no torch.optim.Optimizer")
+    if needed := ", ".join(required(made.step)):
+        raise ValueError(
+            f"{label} cannot be used: its step() needs {needed} (the loss, computed again and again), which a pipeline "
+            "does not give; take an optimizer that steps by the gradients alone, like torch.optim.SGD or Adam"
+        )
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    if stepping:
+        complaint = f"{label}{_keywords(config)} fails in its first step"
+        with blaming(config, "optimizer"), refusing(lambda error: f"{complaint}: {said(error)}"):
+            made.step()
+    return made
+
+
+def _check_numbers(config: Mapping[str, Any]) -> None:
+    """What torch's optimizers take without a word, or refuse in words about operators."""
+    rate = config.get("lr", 0.0)
+    if isinstance(rate, str) or rate in (math.inf, -math.inf):
+        raise ValueError(f"optimizer.lr={rate} must be a finite number, like 0.1 or 1e-3")
+    for key, value in config.items():
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"optimizer.{key}={value} must be a number")
+
+
+def _try_scheduler(config: Mapping[str, Any], optimizer: Optimizer, steps: int) -> None:
+    made = build(config, optimizer, where="lr_scheduler")
+    label = f"lr_scheduler._target_={config['_target_']}"
+    if not callable(getattr(made, "step", None)):
+        raise ValueError(f"{label} gives {a_type(made)}, which is no scheduler: it has no step()")
+    if needed := ", ".join(required(made.step)):
+        raise ValueError(
+            f"{label} cannot be used: its step() needs {needed}, but the engine takes one step of the schedule after "
+            "each optimizer step, with no figure given; take a scheduler that counts steps"
+        )
+    for step in range(1, steps + 1):
+        complaint = f"{label}{_keywords(config)} fails in step {step} of the run"
+        with blaming(config, "lr_scheduler"), refusing(lambda error: f"{complaint}: {said(error)}"):  # noqa: B023
+            made.step()
+
+
+def _keywords(config: Mapping[str, Any]) -> str:
+    given = ", ".join(f"{key}={value}" for key, value in config.items() if key != "_target_")
+    return f" with {given}" if given else ""

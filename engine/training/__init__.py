@@ -1,0 +1,1 @@
+"""The loop of one rank: samples, accumulation, evaluation, update."""

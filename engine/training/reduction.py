@@ -1,0 +1,36 @@
+"""Which all-reduce the replicas use: the configured name, and for `hierarchical` what a host is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from engine.collectives import COLLECTIVES, Collective, Hierarchical, Ring
+from engine.environment import ranks_per_host
+from engine.settings import Settings
+
+
+def grouped(settings: Settings) -> Settings:
+    """The settings with `allreduce.group_size` filled in, in replicas per host.
+
+    Where it is null: what the launcher's hosts hold, and 1 (all replicas meet across hosts) where hosts do not hold
+    whole replicas, or not equally many. ValueError where a configured one does not divide the replicas.
+    """
+    chosen, replicas = settings.allreduce, settings.data_parallel.replicas
+    if COLLECTIVES.get(chosen.name) is not Hierarchical:
+        return settings
+    size = chosen.group_size
+    if size is None:
+        whole, rest = divmod(ranks_per_host(settings.world), settings.pipeline.ranks)
+        size = whole if whole and not rest and replicas % whole == 0 else 1
+    Hierarchical.grouped(size).circles(replicas)
+    return replace(settings, allreduce=replace(chosen, group_size=size))
+
+
+def collective_of(settings: Settings, members: Sequence[int]) -> type[Collective]:
+    """The all-reduce of a stage's copies, `members`: one or more per replica."""
+    kind = COLLECTIVES.get(settings.allreduce.name, Ring)  # beside a parameter server: for flags and statistics
+    if not issubclass(kind, Hierarchical):
+        return kind
+    per_replica = len(members) // settings.data_parallel.replicas
+    return kind.grouped((settings.allreduce.group_size or 1) * per_replica)

@@ -1,0 +1,224 @@
+"""What the backends of torch.distributed have in common: a channel is a two-rank process group of its own.
+
+The groups are built directly from the backend's class and a prefix of the store, not through `init_process_group`
+and `new_group`: only their members take part, no default group exists, and no 30-minute time limit hides anywhere.
+
+    edge 3 -> 5 "F"     group of [3, 5]: the sender is rank 0 in it, the receiver rank 1; nothing travels back
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from engine.transport import AnyMemory, Channel, Edge, PeerError, PeerLost, PeerTimeout, Work
+from engine.transport.waits import ANYWHERE, Waits
+
+T = TypeVar("T")
+What = str | tuple[str, int, Edge]  # what was being done, or (send or receive, bytes, edge)
+SENDER, RECEIVER = 0, 1
+MAX_TAG = 2**31 - 1
+ABORT_TAG = 0  # a message of zero bytes is never sent, so no payload has this tag
+REDUCIBLE = frozenset({
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    torch.int8, torch.uint8, torch.int32, torch.int64,
+})  # fmt: skip
+
+
+def as_bytes(tensor: Tensor, edge: Edge) -> Tensor:
+    """The memory of a contiguous tensor of any dtype as uint8 [n]: a view. ValueError where there is no such view."""
+    if tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous():
+        return tensor
+    tensor = tensor.detach()
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        raise ValueError(f"{edge}: a channel carries contiguous tensors; call .contiguous().resolve_conj() first")
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # strides of dimensions of size 0 and 1 may be anything
+    return flat.view(torch.uint8)
+
+
+def tag_of(nbytes: int) -> int:
+    """A message only matches a receive of its own size.
+
+    Without this, gloo lets a short message leave the tail of a buffer unfilled and ends the process on a long one;
+    with it, a disagreement ends in PeerTimeout and no half-filled buffer is ever used.
+    """
+    return nbytes % (MAX_TAG - 1) + 1
+
+
+class C10dTransport(ABC):
+    """A rank's ends. Subclasses say how a process group is made (`_connect`) and torn down (`_break`).
+
+    `device`: where the tensors live. `timeout_s` limits connecting and every wait. `pollable`: whether an operation
+    under way can be asked if it is complete.
+    """
+
+    pollable = False
+
+    def __init__(
+        self, rank: int, world: int, store: Store, timeout_s: float, device: torch.device, waits: Waits = ANYWHERE
+    ) -> None:
+        self.waits = waits
+        self.rank = rank
+        self.world = world
+        self.device = device
+        self.timeout = timedelta(seconds=timeout_s)
+        self.aborted = False
+        self._store = store
+        self._channels: dict[Edge, C10dChannel] = {}
+        self._groups: dict[tuple[tuple[int, ...], str], Any] = {}
+
+    @abstractmethod
+    def _connect(self, store: Store, rank: int, size: int) -> Any:
+        """The backend's process group; blocks until the other members have come."""
+
+    @abstractmethod
+    def _break(self, group: Any, rank: int) -> None:
+        """Make every wait on a group in which we are `rank` raise, without waiting for anybody."""
+
+    def open(self, edges: Sequence[Edge]) -> None:
+        for edge in edges:
+            if self.rank in (edge.src, edge.dst):
+                end, peer = (SENDER, edge.dst) if self.rank == edge.src else (RECEIVER, edge.src)
+                group = self._meet(f"edge/{edge.src}/{edge.dst}/{edge.label}", end, 2, f"connecting {edge}", peer)
+                self._channels[edge] = C10dChannel(self, edge, group, peer)
+
+    def channel(self, edge: Edge) -> Channel:
+        return self._channels[edge]
+
+    def open_group(self, members: Sequence[int], label: str) -> None:
+        key = tuple(members), label
+        name = f"group/{'-'.join(map(str, members))}/{label}"
+        what = f"connecting group {label} of ranks {list(members)}"
+        self._groups[key] = self._meet(name, members.index(self.rank), len(members), what, None)
+
+    def all_reduce(self, tensor: Tensor, members: Sequence[int], label: str) -> Work:
+        """Members must pass equal sizes: gloo ends the process where they do not."""
+        what = f"all-reduce {label} over ranks {list(members)}"
+        if tensor.dtype not in REDUCIBLE:
+            raise ValueError(f"{what}: the backend does not add {tensor.dtype}; allreduce=ring does")
+        if tensor.numel() == 0:
+            return Finished()
+        group = self._groups[tuple(members), label]
+        others = [member for member in members if member != self.rank]
+        peer = others[0] if len(others) == 1 else None
+        return self.translated(lambda: C10dWork(self, group.allreduce([tensor]), tensor, what, peer), what, peer)
+
+    def check(self) -> None:  # noqa: B027
+        """Nothing: a process is killed where another has failed."""
+
+    def close(self) -> None:
+        for channel in self._channels.values():
+            channel.group = None  # whoever still holds the channel does not keep the connection
+        self._channels.clear()
+        self._groups.clear()
+
+    def abort(self) -> None:
+        """From any thread. A rank that is still connecting is released by the time limit only."""
+        self.aborted = True
+        for channel in list(self._channels.values()):
+            self._break(channel.group, SENDER if channel.edge.src == self.rank else RECEIVER)
+        for (members, _), group in list(self._groups.items()):
+            self._break(group, members.index(self.rank))
+
+    def translated(self, call: Callable[[], T], what: str, peer: int | None) -> T:
+        """Call the backend; its errors become PeerError."""
+        try:
+            return call()
+        except RuntimeError as error:
+            raise self.peer_error(error, what, peer) from None
+
+    def _meet(self, name: str, rank: int, size: int, what: str, peer: int | None) -> Any:
+        return self.translated(lambda: self._connect(PrefixStore(name, self._store), rank, size), what, peer)
+
+    def peer_error(self, error: RuntimeError, doing: What, peer: int | None) -> PeerError:
+        """What the backend's error means, in our words."""
+        what = doing if isinstance(doing, str) else "{} of {} bytes on {}".format(*doing)
+        whom = "" if peer is None else f", peer {peer}"
+        text = (str(error).splitlines() or [type(error).__name__])[0]
+        if self.aborted:
+            return PeerLost(f"{what}{whom}: this rank was aborted", peer)
+        expired = "timed out" in text.lower() or "timeout" in text.lower()
+        if expired and "pair closure" not in text:  # that is the fate of the other waits of a group whose limit expired
+            return PeerTimeout(f"{what}{whom}: nothing for {self.timeout.total_seconds():g} s ({text})", peer)
+        return PeerLost(f"{what}{whom}: {text}", peer)
+
+
+class C10dChannel(AnyMemory):
+    """One end of an edge. Holds every operation, and so its tensor, until it has been waited for."""
+
+    def __init__(self, transport: C10dTransport, edge: Edge, group: Any, peer: int) -> None:
+        self.edge = edge
+        self.bytes_sent = 0
+        self.group = group
+        self._transport = transport
+        self._peer = peer
+        self._pending: set[C10dWork] = set()
+
+    def isend(self, tensor: Tensor) -> Work:
+        work = self._post(tensor, "send", self.group.send, RECEIVER)
+        self.bytes_sent += tensor.nbytes
+        return work
+
+    def irecv(self, tensor: Tensor) -> Work:
+        return self._post(tensor, "receive", self.group.recv, SENDER)
+
+    def _post(self, tensor: Tensor, kind: str, call: Callable[..., Any], other: int) -> Work:
+        data = as_bytes(tensor, self.edge)
+        nbytes = data.numel()
+        if nbytes == 0:  # both ends know that it is empty
+            return Finished()
+        what = (kind, nbytes, self.edge)  # put into words only where something goes wrong
+        try:
+            handle = call([data], other, tag_of(nbytes))
+        except RuntimeError as error:
+            raise self._transport.peer_error(error, what, self._peer) from None
+        waits = self._transport.waits if kind == "receive" else ANYWHERE  # a send is over soon, or was long ago
+        work = C10dWork(self._transport, handle, data, what, self._peer, self._pending.discard, waits)
+        self._pending.add(work)
+        return work
+
+
+class C10dWork:
+    """An operation of the backend; keeps its handle and its tensor."""
+
+    def __init__(
+        self,
+        transport: C10dTransport,
+        handle: Any,
+        tensor: Tensor,
+        what: What,
+        peer: int | None,
+        ended: Callable[[C10dWork], None] = lambda work: None,
+        waits: Waits = ANYWHERE,
+    ) -> None:
+        self._transport, self._handle, self._tensor = transport, handle, tensor
+        self._what, self._peer, self._ended, self._waits = what, peer, ended, waits
+
+    def done(self) -> bool:
+        return self._handle is None or bool(self._transport.pollable and self._handle.is_completed())
+
+    def wait(self) -> None:
+        if self._handle is None:
+            return
+        try:
+            self._waits.keep(self._handle.wait)
+        except RuntimeError as error:
+            raise self._transport.peer_error(error, self._what, self._peer) from None
+        self._ended(self)
+        self._handle = None
+
+
+class Finished:
+    """The work of an operation on nothing."""
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
