@@ -1,4 +1,4 @@
-"""What README and docs/architecture.md say: every file they name exists, every key is one, the example runs."""
+"""What README and the documents say: every file they name exists, every key is one, the example runs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,10 @@ from engine.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 CONFIG: dict[str, Any] = yaml.safe_load((CONF / "config.yaml").read_text())
 CHOSEN = {name: choice for entry in CONFIG["defaults"] if isinstance(entry, dict) for name, choice in entry.items()}
 GROUPS = {name: choice for name, choice in CHOSEN.items() if not name.startswith("override ")}
 KEYS = re.findall(r"^\| `([a-z_.]+)`[^|]*\|(.*)\| `([^`]+)` \|$", README, re.MULTILINE)
-
-
-def sources() -> list[str]:
-    folders = ("engine", "models", "conf", "scripts")
-    found = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())
-    wanted = (path for path in found if "__pycache__" not in path.parts and path.stat().st_size)
-    return sorted(path.relative_to(ROOT).as_posix() for path in wanted)
 
 
 def described(text: str) -> set[str]:
@@ -53,18 +45,16 @@ def test_a_tree_is_read_as_it_is_drawn() -> None:
 
 
 @pytest.mark.slow(keep=240)
-def test_architecture_describes_every_file() -> None:
-    # The choices of a group are not listed one by one.
-    named = {
-        path.rpartition("/")[0] if path.startswith("conf/") and path.count("/") == 2 else path for path in sources()
-    }
-    assert not named - described(ARCHITECTURE), "give it a line in docs/architecture.md, section Files"
-
-
 def test_trees_name_no_file_that_does_not_exist() -> None:
-    for text in (README, ARCHITECTURE):
-        tree = text[text.index("\n## Files") :].partition("\n## ")[2].partition("\n## ")[0]
-        assert [path for path in described(tree) if not (ROOT / path).exists()] == []
+    tree = README[README.index("\n## Files") :].partition("\n## ")[2].partition("\n## ")[0]
+    assert [path for path in described(tree) if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("name", ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+def test_what_is_named_by_its_path_exists(name: str) -> None:
+    """`tests/plan/test_verify.py`, `plan/verify.py`: from the checkout, or from engine/."""
+    named = set(re.findall(r"`((?:\w+/)+\w+\.(?:py|md|png))`", (ROOT / name).read_text()))
+    assert {path for path in named if not (ROOT / path).exists() and not (ROOT / "engine" / path).exists()} == set()
 
 
 def test_the_table_of_keys_was_found() -> None:

@@ -1,0 +1,1 @@
+"""Schedules as data, and pure: actions, lowering, proof, simulation, partition. Neither torch nor Hydra."""

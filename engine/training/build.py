@@ -7,7 +7,6 @@ ranks in one order, which follows from the job alone.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 from torch import nn
 
 from engine.collectives import Collective, Group
-from engine.environment import seat_of
 from engine.errors import a_type
 from engine.gradients.pieces import Piece
 from engine.job import Job
@@ -32,16 +30,6 @@ from engine.transport import Transport
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _ENGINE_KEYS = ("loss", "loss_additive", "split", "overlap")  # of `model`: not for its function
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
-
-
-def device_of(job: Job, rank: int) -> torch.device:
-    """The device of a world rank: one GPU per rank of a host; threads may share them."""
-    if job.settings.device != "cuda":
-        return torch.device("cpu")
-    gpus = torch.cuda.device_count()
-    if job.settings.launch == "threads":
-        return torch.device("cuda", rank % gpus)
-    return torch.device("cuda", seat_of(rank, job.world, os.environ, gpus).gpu(gpus))
 
 
 def model_layers(config: Mapping[str, Any]) -> list[tuple[str, Callable[[], nn.Module]]]:

@@ -39,7 +39,7 @@ def connect(job: Job, rank: int, store: Store) -> Transport:
     """The transport of a world rank: NCCL between GPUs; between CPUs shared memory on one host, else gloo."""
     timeout_s = job.settings.timeout_s
     if job.settings.device == "cuda":
-        from engine.training.build import device_of
+        from engine.training.device import device_of
         from engine.transport.nccl import NcclTransport
 
         return NcclTransport(rank, job.world, store, timeout_s, device_of(job, rank))

@@ -36,8 +36,9 @@ from engine.telemetry.clock import Clocks
 from engine.telemetry.records import LAYER_COLUMNS, encode
 from engine.telemetry.trace import tracer_for
 from engine.training.asynchronous_sgd import AsynchronousSGD, push_reducer
-from engine.training.build import Wiring, build_optimizer, build_stages, device_of, norms_of
+from engine.training.build import Wiring, build_optimizer, build_stages, norms_of
 from engine.training.delay import slow_down
+from engine.training.device import device_of
 from engine.training.evaluate import Evaluation
 from engine.training.feed import Count, Share, Shares
 from engine.training.memory import Held

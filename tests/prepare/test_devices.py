@@ -18,7 +18,7 @@ from engine.cli import run
 from engine.distributed import DistributedOptimizer, World
 from engine.environment import seat_of, tasks_here
 from engine.prepare.devices import choose, passed_over
-from engine.training import build
+from engine.training import device
 from engine.transport.threads import ThreadHub, ThreadTransport
 
 TORCHRUN = {"MASTER_ADDR": "x", "MASTER_PORT": "1"}
@@ -78,7 +78,7 @@ def test_every_rank_of_a_host_finds_a_gpu_or_all_take_the_cpus(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     seen: Any = type("Job", (), {"settings": replace(wanted, device="cuda"), "world": world})
-    assert build.device_of(seen, rank) == torch.device("cuda", index)
+    assert device.device_of(seen, rank) == torch.device("cuda", index)
 
 
 def test_threads_share_gpus() -> None:
