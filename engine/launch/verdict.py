@@ -97,7 +97,8 @@ class Verdict:
             return self.helper
         if self.deaths:
             rank, code = next(iter(self.deaths.items()))
-            return f"{self._who(rank, self._last_seen(rank))} {ended(code)}"
+            hint = f" ({OUT_OF_MEMORY})" if code == -signal.SIGKILL else ""
+            return f"{self._who(rank, self._last_seen(rank))} {ended(code)}{hint}"
         return self._silent()
 
     def _silent(self) -> str:
@@ -141,8 +142,6 @@ def ended(exit_code: int | None) -> str:
         return "went away without a word: its process was killed, or crashed"
     if exit_code >= 0:
         return f"ended with exit status {exit_code} before the run was over"
-    if exit_code == -signal.SIGKILL:
-        return f"was killed by SIGKILL ({OUT_OF_MEMORY})"
     if exit_code == -signal.SIGBUS:
         return (
             "was killed by SIGBUS: memory that processes share could not be had (/dev/shm is full, or the memory "

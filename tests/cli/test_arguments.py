@@ -83,5 +83,6 @@ def test_keys_of_the_loader_need_no_plus(engine: Engine, tmp_path: run.Path) -> 
     said = engine("mode=plan", "--config-dir", "mine", "data=own", *keys)
     assert said.code == 0, said.err
     assert said.config["data"] == {
-        "_target_": "toys.Tokens", "workers": 1, "shuffle": False, "pin_memory": False, "evaluation": {"samples": 8},
+        "_target_": "toys.Tokens", "workers": 1, "shuffle": False, "pin_memory": False, "drop_last": False,
+        "evaluation": {"samples": 8},
     }  # fmt: skip

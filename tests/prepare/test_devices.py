@@ -116,8 +116,8 @@ def test_counts_are_summed_where_the_stage_is() -> None:
         worker.wiring.sum_counts = summed
         own, worker.device = worker.device, torch.device("meta")
         empty = type("Share", (), {"pieces": []})
-        assert share.counted(empty, worker.loss) == 0.0
-        worker._count(empty)
+        assert share.counted(0, empty, worker.loss) == 0.0
+        worker._count(0, empty)
         worker.device = own
 
     ran = run_threads(settings(ranks=1, replicas=2), watch)
