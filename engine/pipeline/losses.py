@@ -122,17 +122,24 @@ def make_loss(loss: Mapping[str, Any] | Callable[..., Any], where: str = "model.
 
 
 def _from_section(section: Mapping[str, Any], where: str) -> Any:
-    if section.get("_target_") and locate(section["_target_"], where) in _TORCH:
-        section = with_tensors(section)
+    if section.get("_target_"):
+        target = locate(section["_target_"], where)
+        if target in _OF_FUNCTION or (inspect.isclass(target) and issubclass(target, tuple(_TORCH))):
+            section = with_tensors(section, where)
     return build_function(section, 2, where)
 
 
-def with_tensors(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Class weights given as a list, as the tensor that torch wants."""
-    return {
-        k: torch.tensor(v, dtype=torch.float64) if k in _WEIGHTS and isinstance(v, list) else v
-        for k, v in keywords.items()
-    }
+def with_tensors(keywords: Mapping[str, Any], where: str = "model.loss") -> dict[str, Any]:
+    """Class weights given as a list, as the tensor that torch wants. ValueError where they are no numbers."""
+    made = dict(keywords)
+    for key in _WEIGHTS:
+        if not isinstance(value := keywords.get(key), list):
+            continue
+        try:
+            made[key] = torch.tensor(value, dtype=torch.float64)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}.{key}={value} must be a list of numbers") from error
+    return made
 
 
 # ---- torch's own -------------------------------------------------------------------------------------------------

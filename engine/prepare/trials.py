@@ -24,16 +24,14 @@ from torch.utils.data import IterableDataset, default_collate
 
 from engine.errors import a_type, cause, refusing, said
 from engine.job import MessageSpec, TensorSpec
-from engine.pipeline.boundary import describe, shapes
+from engine.pipeline.boundary import shapes
 from engine.pipeline.losses import Loss, stand_in
 from engine.pipeline.nesting import template
 from engine.prepare.inspect import Watch
 from engine.settings import Settings
 from engine.targets import blaming, build, required
-from engine.training.microbatch import take
 from engine.training.source import pair, to_device
 
-TRIED_ROWS = 4  # samples in half of the batch that shows whether a loss adds up
 MOST_TRIED = 1000  # steps of a scheduler: a moment, even with many parameter groups
 
 Sample = tuple[Any, Any]
@@ -114,83 +112,6 @@ def _as_output(output: MessageSpec) -> Any:
     wanting = pytree.tree_map(lambda leaf: isinstance(leaf, TensorSpec) and leaf.requires_grad, template(output))
     made = stand_in(output, torch.device("cpu"))
     return pytree.tree_map(lambda leaf, wants: leaf.requires_grad_().clone() if wants else leaf, made, wanting)
-
-
-def adds_up(
-    loss: Loss,
-    one: MessageSpec,
-    whole: MessageSpec,
-    data: Any,
-    rows: int,
-    dtype: torch.dtype,
-    autocast: Callable[[], AbstractContextManager[Any]],
-) -> tuple[float, float] | None:
-    """The loss of one batch taken whole, and of the same in two parts, as the engine puts them together, where these
-    differ. None where they are equal, and where the trial can tell nothing.
-
-    `one` and `whole` are the model's outputs for `rows` and for twice as many samples of `data`: where they differ is
-    the dimension of the samples. A loss that draws is not judged (its parts draw other numbers), nor one that fails or
-    is not finite on numbers that no model gave.
-    """
-    total = 2 * rows
-    first = total - max(total // 3, min(2, rows))  # of unlike sizes, and of one sample only for want of more
-    try:
-        with refusing(said):
-            target = to_device(default_collate([pair(data[i])[1] for i in range(total)]), torch.device("cpu"), dtype)
-            output, dims = _made_up(whole), _batch_dimensions(one, whole, rows)
-        with refusing(said), autocast(), torch.no_grad(), Watch() as watch:
-            whole_sum, whole_count = _summed(loss, output, target)
-            sums, counts = 0.0, 0.0
-            for start, n in ((0, first), (first, total - first)):
-                part = _summed(loss, _narrowed(output, dims, start, n), take(target, start, n, total))
-                sums, counts = sums + part[0], counts + part[1]
-            half_precision = torch.is_autocast_enabled("cpu")
-    except ValueError:
-        return None
-    if watch.drawn or not whole_count or not counts:
-        return None
-    at_once, in_parts = whole_sum / whole_count, sums / counts
-    tolerance = (2e-2 if half_precision else 1e-4) * (abs(at_once) + abs(in_parts))
-    differ = math.isfinite(at_once) and math.isfinite(in_parts) and abs(at_once - in_parts) > tolerance
-    return (at_once, in_parts) if differ else None
-
-
-def _summed(loss: Loss, output: Any, target: Any) -> tuple[float, float]:
-    """(sum, count) of what a copy of the loss is given."""
-    asked = loss.apart()
-    given = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, output)
-    return float(asked(given, target)), asked.count(target, describe(output))
-
-
-def _made_up(output: MessageSpec) -> Any:
-    """Numbers between 0 and 1 that add up to 1 over the last dimension, as of probabilities, and differ everywhere."""
-    generator = torch.Generator().manual_seed(0)
-
-    def make(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
-            return leaf
-        drawn = torch.randn(leaf.shape, generator=generator, dtype=torch.float64)
-        return (drawn.softmax(-1) if leaf.shape[-1:] > (1,) else drawn.sigmoid()).to(leaf.dtype)
-
-    return pytree.tree_map(make, stand_in(output, torch.device("cpu")))
-
-
-def _batch_dimensions(one: MessageSpec, whole: MessageSpec, rows: int) -> list[int]:
-    """For each tensor of the output, which of its dimensions grows with the samples. ValueError where none does."""
-    found = []
-    for small, large in zip(one.tensors, whole.tensors, strict=True):
-        grown = [i for i, (a, b) in enumerate(zip(small.shape, large.shape, strict=True)) if a != b]
-        if len(grown) != 1 or large.shape[grown[0]] != 2 * rows:
-            raise ValueError("an output that is not made of one part per sample")
-        found.append(grown[0])
-    return found
-
-
-def _narrowed(output: Any, dims: Sequence[int], start: int, rows: int) -> Any:
-    leaves, nesting = pytree.tree_flatten(output)
-    dim = iter(dims)
-    cut = [x.narrow(next(dim), start, rows).contiguous() if isinstance(x, Tensor) else x for x in leaves]
-    return pytree.tree_unflatten(cut, nesting)
 
 
 # ---- optimizer and scheduler -------------------------------------------------------------------------------------

@@ -123,6 +123,58 @@ def test_a_loss_that_does_not_add_up_is_refused_where_the_batch_is_divided(loss:
     assert "model.loss_additive=false" in str(caught.value)
 
 
+def coupled(loss: str, data: dict[str, Any] | None = None, precision: str = "fp32", **keywords: Any) -> Any:
+    section = {"_target_": f"coupled.{loss}", **keywords}
+    data = {"_target_": "coupled.Rows", **(data or {})}
+    return settings(
+        "gpipe", 2, microbatches=2, model={"_target_": "coupled.net", "loss": section}, data=data, precision=precision
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "data"),
+    [
+        ("ignoring", {"ignored": True}),
+        ("balanced", {"ordered": True}),
+        *((name, {}) for name in ("root", "centred", "spread", "even", "Dropped")),
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_samples_that_are_coupled_by_little_are_seen(loss: str, data: dict[str, Any], precision: str) -> None:
+    with pytest.raises(ValueError, match=r"model\.loss does not add up over samples"):
+        prepare(coupled(loss, data, precision), ".", ".")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16"])
+@pytest.mark.parametrize(
+    ("loss", "data"), [("ignoring", {}), ("Moved", {}), ("Moved", {"ordered": True}), ("Own", {"ignored": True})]
+)
+def test_a_state_that_training_moves_and_means_over_all_samples_are_not_refused(
+    loss: str, data: dict[str, Any], precision: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert prepare(coupled(loss, data, precision), ".", ".")
+    assert "not tried" not in caplog.text or loss == "Own"
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"),
+    [("python_draws", "it gives another number each time"), ("torch_draws", "it draws random numbers")],
+)
+def test_a_loss_that_draws_is_said_not_to_have_been_tried(
+    loss: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert prepare(coupled(loss), ".", ".")
+    (line,) = [record.message for record in caplog.records if "not tried" in record.message]
+    assert why in line
+
+
+def test_weights_in_a_list_serve_a_class_that_inherits_torchs() -> None:
+    wanted = coupled("Own", {"ignored": True}, "fp64", weight=[0.5, 2.0, 1.0, 0.25])
+    assert prepare(wanted, ".", ".")
+    with pytest.raises(ValueError, match=r"model.loss.weight=\['a', 'b'\] must be a list of numbers"):
+        prepare(coupled("Own", weight=["a", "b"]), ".", ".")
+
+
 @pytest.mark.parametrize("loss", ["contrast", "careless"])
 def test_a_batch_that_is_not_divided_is_the_whole(loss: str) -> None:
     import peculiar
