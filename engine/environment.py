@@ -39,9 +39,16 @@ def check_launcher() -> None:
     if rank >= world:
         raise ValueError(f"RANK={rank} does not exist where WORLD_SIZE={world}: ranks are 0..{world - 1}")
     _number("MASTER_PORT", 1, 2**16 - 1)
-    for name, least in (("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1), (_ATTEMPT, 0)):
+    try:
+        os.environ["MASTER_ADDR"].encode("idna")
+    except UnicodeError as error:
+        raise ValueError(f"{_shown('MASTER_ADDR')} is no name of a host ({error}): give rank 0's") from error
+    for name, least, most in (("LOCAL_RANK", 0, world - 1), ("LOCAL_WORLD_SIZE", 1, world), (_ATTEMPT, 0, None)):
         if os.environ.get(name):
-            _number(name, least)
+            _number(name, least, most)
+    for name in ("SLURM_NODEID", "SLURM_LOCALID"):
+        if os.environ.get(name):
+            _number(name, 0)
 
 
 def _number(name: str, least: int, most: int | None = None) -> int:
@@ -54,7 +61,7 @@ def _number(name: str, least: int, most: int | None = None) -> int:
 
 
 def _shown(*names: str) -> str:
-    return ", ".join(f"{name}={os.environ[name]}" for name in names)
+    return ", ".join(f"{name}={' '.join(os.environ[name].split())[:80]}" for name in names)
 
 
 def attempt() -> int:

@@ -102,3 +102,19 @@ def torch_draws(output: Tensor, target: Tensor) -> Tensor:
 
 class Own(nn.CrossEntropyLoss):
     """A class of one's own with torch's arguments."""
+
+
+class Pair(nn.Linear):
+    """Gives logits, and a number of the whole micro-batch."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x.pow(2).mean()
+
+
+def several(**_: Any) -> list[Any]:
+    return [("a", lambda: nn.Linear(8, 8)), ("b", lambda: Pair(8, 4))]
+
+
+def picking(output: Any, target: Tensor) -> tuple[Tensor, int]:
+    """Takes the logits alone."""
+    return F.cross_entropy(output[0], target, reduction="sum"), len(target)

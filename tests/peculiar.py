@@ -48,7 +48,15 @@ class Scaled(nn.Sequential):
         self.scale = nn.Parameter(torch.tensor(2.0))
 
 
-CONTAINERS = {"own": Doubled, "iter": Reversed, "call": Called, "tensors": Scaled}
+class Frozen(nn.Sequential):
+    """A container whose children stay in evaluation mode."""
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(False)
+        return self
+
+
+CONTAINERS = {"own": Doubled, "iter": Reversed, "call": Called, "tensors": Scaled, "train": Frozen}
 HOOKS = {
     "forward": lambda m: m.register_forward_hook(lambda module, given, result: 2 * result),
     "pre": lambda m: m.register_forward_pre_hook(lambda module, given: (2 * given[0],)),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -69,14 +69,26 @@ ABOVE_ZERO = ("train.clip_norm", "train.clip_norm_type", "timeout_s", "plan.memo
 AT_MOST = {"threads_per_worker": 1024, "timeout_s": 2e6}  # 23 days; the system's calls take milliseconds in 32 bits
 
 
-def load(config: DictConfig) -> Settings:
-    """Resolve and check a composed configuration (without Hydra's own node); ValueError for every mistake in it."""
+def load(config: DictConfig, overrides: Sequence[str] = ()) -> Settings:
+    """Resolve and check a composed configuration (without Hydra's own node); ValueError for every mistake in it.
+
+    `overrides`: the words of the command line, for what depends on what the user chose and what is a default.
+    """
     try:
         plain = OmegaConf.to_container(config, resolve=True, throw_on_missing=True, enum_to_str=True)
     except OmegaConfBaseException as error:
         raise ValueError(f"{error.full_key or 'the configuration'} cannot be resolved: {first_line(error)}") from error
     assert isinstance(plain, dict)
-    return from_plain({str(key): value for key, value in plain.items()})
+    return from_plain(_without_foreign_split({str(key): value for key, value in plain.items()}, overrides))
+
+
+def _without_foreign_split(plain: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A model that is named on the command line takes no split from the model whose place it takes."""
+    named = {override.lstrip("+~").partition("=")[0] for override in overrides}
+    model = plain.get("model")
+    if "model._target_" in named and "model.split" not in named and isinstance(model, dict):
+        return {**plain, "model": {**model, "split": None}}
+    return plain
 
 
 def from_plain(plain: Mapping[str, Any]) -> Settings:

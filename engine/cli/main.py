@@ -33,7 +33,7 @@ from engine.cli.composition import register_resolvers, run_dir, targets
 from engine.cli.config import AT_MOST, CONF, load
 from engine.console import forgiving
 from engine.errors import Interrupted
-from engine.folder.files import UnwritableError
+from engine.files import UnwritableError
 from engine.launch import interrupt
 from engine.launch.verdict import Outcome
 from engine.settings import Settings
@@ -169,7 +169,7 @@ def _outcome(config: DictConfig, start_dir: str, run_dir: str) -> Outcome:
     try:
         if environment.joined() and HydraConfig.get().mode is RunMode.MULTIRUN:
             raise ValueError("a sweep starts its own ranks: run it without torchrun")
-        settings = load(config)
+        settings = load(config, HydraConfig.get().overrides.task)
     except ValueError as error:
         return run.finish(Path(run_dir), run.outcome_of(run.SettingsError(str(error))), None)
     return run.plan(settings, run_dir) if settings.mode == "plan" else run.train(settings, start_dir, run_dir)

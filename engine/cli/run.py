@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine import environment
 from engine.account.finite import LossNotFiniteError
-from engine.errors import Interrupted, printable, said
-from engine.folder.files import UnwritableError, write_json, write_text
+from engine.errors import ExhaustedError, Interrupted, printable, said
+from engine.files import UnwritableError, write_json, write_text
 from engine.launch import interrupt
 from engine.launch.verdict import Outcome
 from engine.plan.actions import Program
@@ -126,7 +126,7 @@ def outcome_of(error: BaseException) -> Outcome:
         return Outcome("interrupted", str(error) or "interrupted", code)
     if isinstance(error, SettingsError):
         return Outcome("failed", printable(str(error)), REFUSED)
-    if isinstance(error, UnwritableError | LossNotFiniteError):
+    if isinstance(error, UnwritableError | LossNotFiniteError | ExhaustedError):
         return Outcome("failed", str(error), 1)
     return Outcome("failed", said(error), 1, printable("".join(traceback.format_exception(error))))
 

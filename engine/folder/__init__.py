@@ -1,1 +1,1 @@
-"""What lies in a run's folder: files written whole or not at all, and read against schemas."""
+"""What lies in a run's folder, read against schemas, and the rows of a sweep's jobs."""

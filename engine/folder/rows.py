@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from engine.files import read_json
 from engine.folder import schemas
-from engine.folder.files import read_json
 
 Row = Mapping[str, Any]
 

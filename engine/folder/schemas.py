@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from typing_extensions import TypedDict
 
-from engine.folder.files import read_json
+from engine.files import read_json
 from engine.plan.schedules import SCHEDULES, build
 from engine.plan.timeline import Kind
 

@@ -1,11 +1,14 @@
-"""How the ranks of one host get their job from rank 0: over a Unix socket on which the kernel vouches for both sides.
+"""The job's way from rank 0 to the ranks of one host, and their records' way back: a Unix socket on which the kernel
+vouches for both sides.
 
     rank 0   listens, and puts the socket's name into the launcher's store
     rank r   connects, looks whose socket it is, then reads what rank 0 hands out; rank 0 has looked who asks
+             from then on sends its records, each behind its length
 
-A launcher's store listens on the network and takes anybody's word, so what decides which code runs does not go through
-it. Each connection stays open: its end is the end of that rank's process, however it ended. With the answer comes
-shared memory in which every rank keeps its position (`position.py`), readable after it was killed.
+A launcher's store listens on the network and takes anybody's word, so neither what decides which code runs nor what a
+run reports goes through it. Each connection stays open: its end is the end of that rank's process, however it ended.
+With the answer comes shared memory in which every rank keeps its position (`position.py`), readable after it was
+killed.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from engine.telemetry import position
 from engine.transport.credentials import check_ours, is_ours
@@ -49,11 +52,13 @@ class Counter:
         self._listener.bind(f"\0{self.name}")
         self._listener.listen(world)
 
-    def open(self, content: bytes, gone: Callable[[int], None]) -> None:
-        """From now on hand out `content`. `gone(rank)`: called in a thread when a rank's process has ended."""
-        threading.Thread(target=self._serve, args=(content, gone), name="delivery", daemon=True).start()
+    def open(self, content: bytes, heard: Callable[[bytes], None], gone: Callable[[int], None]) -> None:
+        """From now on hand out `content`. Called in a thread: `heard(record)` for each record of a rank, in its order,
+        then `gone(rank)` when its process has ended."""
+        threading.Thread(target=self._serve, args=(content, heard, gone), name="delivery", daemon=True).start()
 
-    def _serve(self, content: bytes, gone: Callable[[int], None]) -> None:
+    def _serve(self, content: bytes, heard: Callable[[bytes], None], gone: Callable[[int], None]) -> None:
+        arrived: dict[int, bytearray] = {}  # by rank: what has come of its next records
         with selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
             while True:
@@ -62,7 +67,12 @@ class Counter:
                         with contextlib.suppress(OSError):  # whoever goes in the middle comes to nobody's harm
                             end, rank = self._hand_out(content)
                             selector.register(end, selectors.EVENT_READ, rank)
-                    elif _ended(key.fileobj):  # nothing is said on it: it can be read when it has ended
+                            arrived[rank] = bytearray()
+                    elif part := _said(key.fileobj):
+                        arrived[key.data] += part
+                        for record in _whole(arrived[key.data]):
+                            heard(record)
+                    else:
                         selector.unregister(key.fileobj)
                         gone(key.data)
 
@@ -103,6 +113,26 @@ def fetch(name: str, rank: int) -> tuple[bytes, memoryview, socket.socket]:
         raise
 
 
+class Mail:
+    """Records of a rank on their way to rank 0: through `otherwise` until the connection is there, then over that."""
+
+    def __init__(self, otherwise: Callable[[bytes], None]) -> None:
+        self._otherwise = otherwise
+        self._end: socket.socket | None = None
+        self._lock = threading.Lock()  # the rank's threads log
+
+    def use(self, end: socket.socket) -> None:
+        self._end = end
+
+    def post(self, record: bytes) -> None:
+        """OSError where rank 0 is gone."""
+        if self._end is None:
+            self._otherwise(record)
+            return
+        with self._lock:
+            self._end.sendall(_LENGTH.pack(len(record)) + record)
+
+
 def mapped(memory: int) -> memoryview:
     """The shared positions as int64s."""
     return memoryview(mmap.mmap(memory, os.fstat(memory).st_size)).cast("q")
@@ -118,9 +148,20 @@ def _read(end: socket.socket, length: int) -> bytes:
     return bytes(parts)
 
 
-def _ended(end: object) -> bool:
+def _said(end: object) -> bytes:
+    """What a connection that can be read has to say; nothing where it has ended."""
     assert isinstance(end, socket.socket)
     try:
-        return not end.recv(1)
+        return end.recv(2**20)
     except OSError:
-        return True
+        return b""
+
+
+def _whole(arrived: bytearray) -> Iterator[bytes]:
+    """The records that are complete, taken off the beginning."""
+    while len(arrived) >= _LENGTH.size:
+        (length,) = _LENGTH.unpack_from(arrived)
+        if len(arrived) < _LENGTH.size + length:
+            return
+        yield bytes(arrived[_LENGTH.size : _LENGTH.size + length])
+        del arrived[: _LENGTH.size + length]

@@ -2,12 +2,12 @@
 
     rank 0      runs the command line: prepares the job, hands it out, records the run; its own worker is a thread
                 beside that
-    the others  wait for the job, work in a thread, post their records through the launcher's store
+    the others  wait for the job, work in a thread, post their records
 
 The job is data (`handover.py`), but data that names code. On one host it comes from rank 0's own socket, for whose user
-the kernel vouches (`delivery.py`). Between hosts it comes through the launcher's store, into which whoever reaches it
-can write: there a rank takes no job that names other code than its own command line does, and finds modules in the
-folder that it was started from itself.
+the kernel vouches (`delivery.py`), and records go back the same way. Between hosts both go through the launcher's
+store, into which whoever reaches it can write: there a rank takes no job that names other code than its own command
+line does, and finds modules in the folder that it was started from itself.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.distributed import DistError, DistStoreError
 
 from engine import environment
 from engine.errors import Interrupted
+from engine.files import UnwritableError, write_json, write_text
 from engine.job import Job
 from engine.launch import delivery, handover, interrupt
 from engine.launch.mailbox import Mailbox
@@ -66,6 +67,8 @@ class Meeting:
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._lost = 0  # ranks that will not say that they leave
         self._over = threading.Event()  # rank 0 may go now
+        self._job: Job | None = None  # of the others: what they were handed, and where all ranks are
+        self._positions: memoryview | None = None
 
     # -- rank 0 ----------------------------------------------------------------------------------------------------
 
@@ -84,7 +87,8 @@ class Meeting:
         assert job.world == self.world, (job.world, self.world)
         self._hand_out(handover.written(job))
         verdict = Verdict(job.ranks, job.world)
-        inbox, mailbox = self._inbox, Mailbox(self.place.store(), 0, self.world)
+        inbox = self._inbox
+        mailbox = None if self._counter else Mailbox(self.place.store(), 0, self.world)
         positions = self._counter.positions if self._counter else None
 
         def main() -> None:
@@ -98,19 +102,26 @@ class Meeting:
         with interrupt.waking(inbox.put):
             threading.Thread(target=main, name="rank 0", daemon=True).start()
             try:
-                signum = _Listener(verdict, inbox, mailbox, on_record, positions).run()
+                signum = _Listener(verdict, inbox, mailbox, on_record, positions, self._look).run()
             except DistError as error:
                 self._lost = self.world
                 return Outcome("failed", f"the launcher went away, and its store with it ({_first_line(error)})", 1)
+            except _NoRecordError as error:
+                self._lost = self.world
+                return Outcome("failed", str(error), 1)
         self._lost = len(verdict.deaths)
         return verdict.outcome(signum)
+
+    def _look(self) -> None:
+        """DistError where the launcher's store is gone: there will be nobody to end the ranks."""
+        self.store.check([JOB])
 
     def _hand_out(self, content: bytes) -> None:
         """Once: the job, or what ends the others without one."""
         self.sent = True
         if _within_one_host():
             self._counter = delivery.Counter(self.world)
-            self._counter.open(content, lambda rank: self._inbox.put(_Gone(rank)))
+            self._counter.open(content, self._inbox.put, lambda rank: self._inbox.put(_Gone(rank)))
             content = self._counter.name.encode()
         self.store.set(JOB, content)
 
@@ -129,11 +140,11 @@ class Meeting:
         The work is done in a thread, so that a signal is heard whatever the rank waits for.
         """
         inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        mailbox = Mailbox(self.place.store(), self.rank, self.world)
+        mail = delivery.Mail(Mailbox(self.place.store(), self.rank, self.world).post)
 
         def main() -> None:
             try:
-                code = self._follow(own, mailbox.post, inbox.put)
+                code = self._follow(own, mail, inbox.put)
             except (DistError, OSError) as error:
                 code = self._say(f"{LOST} ({type(error).__name__})")
             except (ValueError, RuntimeError) as error:
@@ -146,21 +157,38 @@ class Meeting:
         if isinstance(event, int):
             return event
         if isinstance(event, Interrupted):
-            self._post_end(mailbox, event.signum)
+            self._post_end(mail, event.signum)
         else:
             self._say(LOST)
+            self._report_rank_0()
         sys.stdout.flush()
         os._exit(event.exit_code if isinstance(event, Interrupted) else 1)  # the thread may be anywhere
 
-    def _follow(self, own: Targets, post: Post, put: Callable[[Any], None]) -> int:
-        content = self._receive(put)
+    def _report_rank_0(self) -> None:
+        """The end of the run in its folder, where the rank that writes there was killed. Every other rank may do it."""
+        job, positions = self._job, self._positions
+        if job is None or positions is None:
+            return
+        folder = Path(job.run_dir)
+        if not folder.is_dir() or (folder / "summary.json").exists():
+            return
+        verdict = Verdict(job.ranks, job.world)
+        verdict.add_death(0, None, position.decode(positions[0]))
+        message = verdict.message()
+        summary = {"status": "failed", "error": message, "mode": job.settings.mode, "ranks": job.ranks}
+        with contextlib.suppress(UnwritableError):
+            write_text(folder / "error.txt", message + "\n")
+            write_json(folder / "summary.json", summary | {"replicas": job.replicas})
+
+    def _follow(self, own: Targets, mail: delivery.Mail, put: Callable[[Any], None]) -> int:
+        content, post = self._receive(mail, put), mail.post
         if decode(content).kind == "dismissed":
             answer = decode(content).meta
             if answer["message"]:
                 self._say(f"error: {answer['message']}")
             code = int(answer["exit_code"])
         else:
-            job = handover.read(content)
+            job = self._job = handover.read(content)
             if not _within_one_host():
                 job = replace(job, start_dir=str(Path.cwd()))
                 check_targets(job.settings, own(), self.rank)
@@ -171,7 +199,7 @@ class Meeting:
         self._leave()
         return code
 
-    def _receive(self, put: Callable[[Any], None]) -> bytes:
+    def _receive(self, mail: delivery.Mail, put: Callable[[Any], None]) -> bytes:
         """What rank 0 hands out; from then on `put` hears of rank 0's end."""
         self._await(JOB)
         content: bytes = self.store.get(JOB)
@@ -179,6 +207,8 @@ class Meeting:
             return content
         content, positions, end = delivery.fetch(content.decode(errors="replace"), self.rank)
         position.use(positions[self.rank : self.rank + 1])
+        self._positions = positions
+        mail.use(end)
 
         def watch() -> None:
             end.recv(1)  # nothing comes, until its end
@@ -203,12 +233,12 @@ class Meeting:
         print(f"rank {self.rank}: {text}", file=sys.stderr, flush=True)
         return 1
 
-    def _post_end(self, mailbox: Mailbox, signum: int) -> None:
-        """Tell rank 0 that a signal ends this rank; in a thread, since the mailbox or the store may answer no more."""
+    def _post_end(self, mail: delivery.Mail, signum: int) -> None:
+        """Tell rank 0 that a signal ends this rank; in a thread, since rank 0 or the store may answer no more."""
 
         def post() -> None:
-            with contextlib.suppress(DistError):
-                mailbox.post(encode("ended", {"rank": self.rank, "signum": signum}))
+            with contextlib.suppress(DistError, OSError):
+                mail.post(encode("ended", {"rank": self.rank, "signum": signum}))
                 self.place.store().add(LEFT, 1)
 
         told = threading.Thread(target=post, daemon=True)
@@ -227,6 +257,10 @@ class Meeting:
             self.store.add(LEFT, 1)
         except DistError:
             pass  # rank 0 and its store are gone already
+
+
+class _NoRecordError(RuntimeError):
+    """What was posted is no record of a rank's."""
 
 
 class _Gone:
@@ -263,12 +297,13 @@ class _Listener:
         self,
         verdict: Verdict,
         inbox: queue.SimpleQueue[Any],
-        mailbox: Mailbox,
+        mailbox: Mailbox | None,
         on_record: OnRecord,
         positions: memoryview | None,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         self._verdict, self._inbox, self._mailbox, self._on_record = verdict, inbox, mailbox, on_record
-        self._positions = positions
+        self._positions, self._look = positions, look
         self._left = set(range(verdict.world))  # ranks that may have more to say
         self._ended: dict[int, int] = {}  # rank -> the signal that ended it, as it said itself
         self._deadline, self._signum = float("inf"), None  # type: float, int | None
@@ -277,6 +312,7 @@ class _Listener:
         """Returns the number of the signal that interrupted the run, or None."""
         while self._left and time.monotonic() < self._deadline:
             if not self._hear():
+                self._look()
                 time.sleep(POLL_S)
         self._conclude()
         return self._signum
@@ -286,7 +322,8 @@ class _Listener:
         events: list[Any] = []
         while not self._inbox.empty():
             events.append(self._inbox.get())
-        records = [*self._mailbox.take(), *(event for event in events if isinstance(event, bytes))]
+        posted = [] if self._mailbox is None else self._mailbox.take()
+        records = [*posted, *(event for event in events if isinstance(event, bytes))]
         for record in records:  # first: who says something before its end has not gone without a word
             self._take(record)
         for event in events:
@@ -302,7 +339,12 @@ class _Listener:
         return bool(records or events)
 
     def _take(self, content: bytes) -> None:
-        record = decode(content)
+        try:
+            record = decode(content)
+        except ValueError as error:
+            raise _NoRecordError(
+                f"somebody else than this run's ranks writes into the launcher's store: {error}"
+            ) from None
         if record.kind == "ended":
             self._left.discard(record.meta["rank"])
             self._ended[record.meta["rank"]] = record.meta["signum"]

@@ -21,6 +21,7 @@ from engine.training.meet import client, connect
 
 def main(entry: Any, given: bytes, rank: int, meeting: Any, pipe: Connection, positions: Any) -> None:
     """Run one rank of the job in `given`; the exit status is 0 where it succeeded. Called in a fresh process."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the fork server has it blocked
     _own_group()  # first: the watch kills the group it is in
     _leave_with_parent()
     position.use(memoryview(positions).cast("B").cast("q")[rank : rank + 1])

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from engine.errors import ExhaustedError
 from engine.job import Job
 from engine.launch import handover, interrupt
 from engine.launch.verdict import Verdict, ended
@@ -60,7 +61,12 @@ def warm_up() -> None:
     from multiprocessing import forkserver
 
     context()
-    forkserver.ensure_running()
+    # Ctrl-C in a terminal reaches the fork server too, which importing torch would end with a traceback of its own.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def cool_down() -> None:
@@ -135,7 +141,13 @@ class Supervisor:
     def _start(self) -> None:
         warm_up()
         forkserver, given = context(), handover.written(self.job)
-        self._positions: MutableSequence[int] = forkserver.RawArray("q", [position.NOWHERE] * self.job.world)
+        try:
+            self._positions: MutableSequence[int] = forkserver.RawArray("q", [position.NOWHERE] * self.job.world)
+        except OSError as error:
+            raise ExhaustedError(
+                error.errno,
+                f"no memory that processes share can be had ({error}): make room in /dev/shm, or use launch=threads",
+            ) from error
         for rank in range(self.job.world):
             try:
                 self._start_one(forkserver, rank, given)

@@ -163,6 +163,12 @@ class TorchLoss(Loss):
         self.ignore_index = getattr(module, "ignore_index", IGNORED)
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        for name, value in (("output", output), ("target", target)):
+            if not isinstance(value, Tensor):
+                raise ValueError(
+                    f"{self._kind.__name__} takes one tensor as {name}, but is given {a_type(value)}: let the last "
+                    "layer or the data set give one, or write a loss that takes it apart"
+                )
         if self._kind in _NUMBERS and output.shape != target.shape:
             raise ValueError(
                 f"{self._kind.__name__} compares number with number, but the model gives {list(output.shape)} for "
@@ -316,7 +322,7 @@ def stand_in(output: MessageSpec, device: torch.device) -> Any:
         if not isinstance(leaf, TensorSpec):
             return leaf
         dtype = getattr(torch, leaf.dtype)
-        value = 1 / max(1, *leaf.shape[-1:]) if dtype.is_floating_point else 0
+        value = 1 / max((1, *leaf.shape[-1:])) if dtype.is_floating_point else 0
         return torch.full(leaf.shape, value, dtype=dtype, device=device)
 
     return pytree.tree_map(make, template(output))

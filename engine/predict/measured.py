@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from engine.files import read_json
 from engine.folder import schemas
-from engine.folder.files import read_json
 from engine.folder.rows import is_sweep, job_folders
 from engine.plan.actions import Op, Program
 from engine.plan.schedules import build

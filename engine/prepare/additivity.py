@@ -29,7 +29,8 @@ from engine.training.microbatch import take
 from engine.training.source import pair, to_device
 
 TRIED_ROWS = 4  # half of the samples that are tried
-_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}  # some losses compute in float32 whatever they are given
+# Some losses compute in float32, or in less, whatever they are given: what they return tells how exact they are.
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
 _Kind = Callable[[torch.Size, torch.Generator], Tensor]
@@ -88,12 +89,12 @@ def _tried(
 def _compared(
     loss: Loss, output: Any, dims: Sequence[int], target: Any, total: int, precision: torch.dtype
 ) -> Additivity:
-    whole_sum, whole_count = _summed(loss, output, target)
+    whole_sum, whole_count, exactness = _summed(loss, output, target)
     if not whole_count or not math.isfinite(whole_sum):
         raise _UntoldError("it gives no finite number for made-up outputs")
-    if _summed(loss, output, target) != (whole_sum, whole_count):
+    if _summed(loss, output, target)[:2] != (whole_sum, whole_count):
         raise _UntoldError("it gives another number each time for the same samples")
-    at_once = whole_sum / whole_count
+    at_once, tolerance = whole_sum / whole_count, max(_TOLERANCE[precision], exactness)
     for sizes in _partitions(total):
         try:
             parts = [
@@ -106,7 +107,7 @@ def _compared(
         in_parts = sum(part[0] for part in parts) / count if count else math.nan
         scale = abs(at_once) + sum(abs(part[0]) for part in parts) / (count or 1)
         # A part that is not finite where the whole is: a mean over nothing, which the whole does not have.
-        if not math.isfinite(in_parts) or abs(at_once - in_parts) > _TOLERANCE[precision] * scale:
+        if not math.isfinite(in_parts) or abs(at_once - in_parts) > tolerance * scale:
             return Additivity(at_once, in_parts, True)
     return Additivity()
 
@@ -125,13 +126,14 @@ def _starts(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
         start += size
 
 
-def _summed(loss: Loss, output: Any, target: Any) -> tuple[float, float]:
-    """(sum, count) of what a copy of the loss is given, in evaluation mode."""
+def _summed(loss: Loss, output: Any, target: Any) -> tuple[float, float, float]:
+    """(sum, count) of what a copy of the loss is given, in evaluation mode, and how exact that is."""
     asked = loss.apart(training=False)
     given = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, output)
     try:
         with refusing(said), torch.no_grad(), Watch() as watch:
-            result = float(asked(given, target)), float(asked.count(target, describe(output)))
+            found = asked(given, target)
+            result = float(found), float(asked.count(target, describe(output))), _TOLERANCE.get(found.dtype, 0.0)
     except ValueError as error:
         raise _UntoldError(f"it fails on made-up outputs ({message_of(error)})") from error
     if watch.drawn:

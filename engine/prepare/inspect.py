@@ -184,7 +184,11 @@ class FakeModel:
     def _through(self, index: int, module: nn.Module, value: Any, rows: int) -> Any:
         where = f"layer {self.names[index]!r} fails on a micro-batch of {rows} samples (its input: {shapes(value)})"
         held = Holdings(module)
-        with refusing(lambda error: f"{where}: {said(error)}{_remedy(error)}"), Watch() as watch, held.saving():
+        with (
+            refusing(lambda error: f"{where}: {_with_remedy(error)}"),
+            Watch() as watch,
+            held.saving(),
+        ):
             result = module(value)
         if torch.is_grad_enabled() and any(found := held.changes(watch.written)):
             self.changes[index] = found
@@ -240,8 +244,13 @@ def _remedy(error: BaseException) -> str:
     return ""
 
 
+def _with_remedy(error: BaseException) -> str:
+    remedy = _remedy(error)
+    return f"{said(error).rstrip('.')}{remedy}" if remedy else said(error)
+
+
 def _built(name: str, factory: Callable[[], nn.Module]) -> nn.Module:
-    with refusing(lambda error: f"layer {name!r} cannot be built: {said(error)}{_remedy(error)}"):
+    with refusing(lambda error: f"layer {name!r} cannot be built: {_with_remedy(error)}"):
         module = factory()
     if not isinstance(module, nn.Module):
         raise ValueError(f"the factory of layer {name!r} returned {a_type(module)}, not an nn.Module")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.console import forgiving
-from engine.folder.files import UnwritableError, write_json
+from engine.files import UnwritableError, write_json
 from engine.folder.rows import is_sweep
 from engine.predict.measured import Measured, differs, read, siblings
 from engine.predict.scenarios import Answer, answer, asked, usual

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.folder.files import write_json, write_text
+from engine.files import write_json, write_text
 from engine.folder.rows import Row, read_rows, writable
 from engine.plan.choose import Choice, ranked
 from engine.plan.choose import table as choice_table

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-from engine.folder.files import writing
+from engine.files import writing
 from engine.telemetry.records import Record
 
 NAME = "engine.log"

@@ -21,7 +21,7 @@ import numpy as np
 
 from engine.account.messages import sends_of
 from engine.account.path import critical_path, name_of
-from engine.folder.files import write_text
+from engine.files import write_text
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Span, Timeline
 
 Event = dict[str, Any]

@@ -29,7 +29,7 @@ from engine.account.measure import Bubbles, Measure
 from engine.account.path import critical_path
 from engine.account.pushes import Staleness
 from engine.account.steady import SteadyMeasure
-from engine.folder.files import write_bytes, write_json, write_text
+from engine.files import write_bytes, write_json, write_text
 from engine.job import Job
 from engine.plan.timeline import Timeline
 from engine.predict.costs import COSTS_NAME, Costs

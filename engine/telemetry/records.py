@@ -78,5 +78,5 @@ def decode(data: bytes) -> Record:
             arrays[name] = found.astype(np.int64, copy=False)  # of the record's own bytes, where these are in order
             at += 8 * size
         return Record(header["kind"], header["meta"], arrays)
-    except (struct.error, KeyError, TypeError, OverflowError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (struct.error, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"not a record: {data[:40]!r}... ({error})") from error

@@ -67,7 +67,10 @@ def model_layers(config: Mapping[str, Any]) -> list[tuple[str, Callable[[], nn.M
 def _beyond_children(made: nn.Sequential) -> str:
     """What a container does besides running its children one after another, in words; empty where nothing."""
     kind = type(made)
-    for name, own in (("forward", nn.Sequential), ("__iter__", nn.Sequential), ("__call__", nn.Module)):
+    for name, own in (
+        *(("forward", nn.Sequential), ("__iter__", nn.Sequential)),
+        *(("__call__", nn.Module), ("train", nn.Module), ("eval", nn.Module)),
+    ):
         if name in vars(made) or getattr(kind, name) is not getattr(own, name):
             return f"a {name} of its own"
     if any(getattr(made, hooks) for hooks in _HOOKS):

@@ -89,6 +89,8 @@ def _naming(say: Callable[[BaseException], str]) -> Iterator[None]:
     except (Interrupted, ItemError):
         raise
     except BaseException as error:  # a SystemExit would end a loader's process without a word
+        if isinstance(error, Exception) and without_room(error):
+            raise  # nothing is wrong with the item; the other side says what is
         raise ItemError(f"data: {say(error)}") from error
 
 
@@ -101,18 +103,24 @@ def loader(
     """
     workers = int(config.get("workers") or 0)
     pin = config.get("pin_memory")
-    found = iter(
-        DataLoader(
-            _NamedItems(data),
-            batch_sampler=ShareSampler(batches, replica, count),
-            collate_fn=_collate,
-            num_workers=workers,
-            multiprocessing_context=_start_method() if workers else None,
-            pin_memory=device.type == "cuda" if pin in (None, "auto") else bool(pin),
-            generator=torch.Generator().manual_seed(seed_for(batches.seed, "loader", replica)),
-        )
+    made = DataLoader(
+        _NamedItems(data),
+        batch_sampler=ShareSampler(batches, replica, count),
+        collate_fn=_collate,
+        num_workers=workers,
+        multiprocessing_context=_start_method() if workers else None,
+        pin_memory=device.type == "cuda" if pin in (None, "auto") else bool(pin),
+        generator=torch.Generator().manual_seed(seed_for(batches.seed, "loader", replica)),
     )
-    return _explained(found) if workers else _seeded(found, batches.seed, replica)
+    if not workers:
+        return _seeded(iter(made), batches.seed, replica)
+    try:
+        # What the processes queue through; torch leaves a half-made iterator behind, which complains, where it fails.
+        queues = [multiprocessing.get_context(_start_method()).Queue() for _ in range(workers + 2)]
+        del queues
+        return _explained(iter(made))
+    except OSError as error:
+        raise without_room(error) or error from error
 
 
 def _explained(found: Iterator[Any]) -> Iterator[Any]:
@@ -136,9 +144,12 @@ def without_room(error: Exception) -> ExhaustedError | None:
     Batches come from a loader's processes through /dev/shm, each tensor as an open file.
     """
     text = str(error)
+    if isinstance(error, OSError) and error.errno == errno.EROFS:
+        return ExhaustedError(errno.EROFS, "/dev/shm cannot be written, which data.workers need: use data.workers=0")
     if "Too many open files" in text or "ancillary data" in text:
         return ExhaustedError(errno.EMFILE, "too many open files for the batches of data.workers (0 needs none)")
-    if any(sign in text for sign in ("shared memory", "Bus error", "/torch_")):
+    full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+    if full or any(sign in text for sign in ("shared memory", "Bus error", "/torch_")):
         shown = ""
         with suppress(OSError):
             room = os.statvfs("/dev/shm")

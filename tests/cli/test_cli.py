@@ -32,7 +32,9 @@ def test_plan_prints_and_writes_the_published_figures(engine: Engine) -> None:
 
 
 def test_plan_does_not_import_torch(tmp_path: Path) -> None:
-    code = "import sys; sys.argv[0] = 'engine'; from engine.cli import main; main(); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; sys.argv[0] = 'engine'; from engine.cli.main import main; main(); sys.exit('torch' in sys.modules)"
+    )
     process = engine_process(["mode=plan", "pipeline.ranks=64", "pipeline.microbatches=512"], tmp_path, "-c", code)
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
@@ -241,3 +243,14 @@ def test_five_runs_started_together_have_five_folders(tmp_path: Path) -> None:
         assert process.returncode == 0, err
     plans = [json.loads(path.read_text())["microbatches"] for path in tmp_path.glob("runs/*/*/plan.json")]
     assert sorted(plans) == [1, 2, 3, 4, 5]
+
+
+def test_a_model_named_on_the_command_line_takes_no_split_of_anothers(
+    engine: Engine, trained: list[tuple[Settings, str, str]]
+) -> None:
+    assert engine("model._target_=models.mlp.mlp").code == 0
+    assert trained[0][0].model["split"] is None
+    assert engine("model._target_=models.mlp.mlp", "model.split=[layer2]").code == 0
+    assert trained[1][0].model["split"] == ["layer2"]
+    assert engine("model.classes=7").code == 0
+    assert trained[2][0].model["split"] == ["layer3"]

@@ -16,7 +16,7 @@ from recorded import step_records
 from test_recorder import log
 
 from engine.cli import run
-from engine.folder.files import UnwritableError
+from engine.files import UnwritableError
 from engine.launch import interrupt
 from engine.launch.verdict import Outcome
 from engine.report.recorder import Recorder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -48,6 +49,10 @@ BAD = {
     "outside": ({"RANK": "2"}, "RANK=2 does not exist where WORLD_SIZE=2: ranks are 0..1"),
     "no port": ({"MASTER_PORT": "http"}, "MASTER_PORT=http is not a whole number from 1 to 65535"),
     "too large a port": ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536 is not a whole number from 1 to 65535"),
+    "more here than anywhere": ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3 is not a whole number from 1 to 2"),
+    "no number of a node": ({"SLURM_NODEID": "abc"}, "SLURM_NODEID=abc is not a whole number of at least 0"),
+    "no name of a host": ({"MASTER_ADDR": "ä" * 80}, "is no name of a host"),
+    "two lines": ({"RANK": "0\n1"}, "RANK=0 1 is not a whole number"),
     "no local number": ({"LOCAL_RANK": "one"}, "LOCAL_RANK=one is not"),
     "half": ({"MASTER_ADDR": "", "MASTER_PORT": ""}, "without MASTER_ADDR, MASTER_PORT: set all"),
     "a rank alone": (dict.fromkeys(("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), ""), "RANK=0 in the environment"),
@@ -169,6 +174,26 @@ def test_a_killed_rank_is_named_with_its_last_action(hurt: Run) -> None:
     assert hurt.file("error.txt") == f"{message}\n"
     assert (hurt.summary["status"], hurt.summary["error"]) == ("failed", message)
     hurt.assert_gone()
+
+
+@pytest.mark.process
+def test_the_death_of_the_rank_that_reports_is_told_by_the_others(hurt: Run) -> None:
+    hurt.start("model.what=sleep", prefix=TORCHRUN)
+    second = hurt.pid_of_second()
+    first = [pid for pid in _ranks_of(second) if pid != second]
+    assert len(first) == 1
+    os.kill(first[0], signal.SIGKILL)
+    code, _, err = hurt.end()
+    assert code != 0, err
+    assert re.fullmatch(rf"rank 0 \(stage 0, .*in 0.*\) {GONE}\n", hurt.file("error.txt")), hurt.file("error.txt")
+    assert hurt.summary["status"] == "failed"
+    hurt.assert_gone()
+
+
+def _ranks_of(pid: int) -> list[int]:
+    """The processes that the parent of `pid`, a launcher, has started."""
+    parent = int(Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()[1])
+    return [int(each) for each in Path("/proc", str(parent), "task", str(parent), "children").read_text().split()]
 
 
 @pytest.mark.process

@@ -32,6 +32,7 @@ def test_a_container_of_its_children_alone_is_taken_apart(how: str) -> None:
         ("iter", "a Reversed with a __iter__ of its own"),
         ("call", "a Called with a __call__ of its own"),
         ("instance", "a Sequential with a forward of its own"),
+        ("train", "a Frozen with a train of its own"),
         ("tensors", "a Scaled with tensors of its own (scale)"),
         ("forward", "a Sequential with hooks on it"),
         ("pre", "a Sequential with hooks on it"),

@@ -231,3 +231,16 @@ def test_insisting_is_true_or_false() -> None:
     model = {"_target_": "toys.mlp4", "loss_additive": "maybe"}
     with pytest.raises(ValueError, match=r"model.loss_additive=maybe is not true or false"):
         from_plain({"schedule": {"name": "gpipe"}, "partition": {"name": "model"}, "model": model})
+
+
+@pytest.mark.parametrize("loss", ["torch.nn.CrossEntropyLoss", "coupled.picking"])
+def test_outputs_besides_one_tensor(loss: str) -> None:
+    """A loss of one's own takes any nesting, a number without a dimension too; torch's say that they take a tensor."""
+    run = coupled("", data={}, precision="fp64")
+    model = {"_target_": "coupled.several", "loss": {"_target_": loss}}
+    run = replace(run, model=model)
+    if loss.startswith("coupled"):
+        assert prepare(run, ".", ".")
+        return
+    with pytest.raises(ValueError, match=r"CrossEntropyLoss takes one tensor as output, but is given a tuple"):
+        prepare(run, ".", ".")

@@ -21,7 +21,7 @@ from engine.account.bubble import NAMES
 from engine.account.finite import LossNotFiniteError
 from engine.account.gather import Evaluations, Step, Steps
 from engine.account.waterfall import BARS
-from engine.folder.files import UnwritableError, write_json, write_text
+from engine.files import UnwritableError, write_json, write_text
 from engine.plan.schedules import build
 from engine.report.tensorboard.board import Board
 from engine.settings import Train

@@ -6,11 +6,15 @@ import errno
 import mmap
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command import LIMIT_S, ROOT
 from harness import settings
 from workers import over_shared, pair
 
@@ -196,3 +200,34 @@ def test_files_that_were_open_before_count(monkeypatch: pytest.MonkeyPatch) -> N
         for fd in held:
             os.close(fd)
     limits.check_limits(settings(launch="processes"))
+
+
+def _own_shared_memory(options: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A run that sees a /dev/shm of its own."""
+    mount = f"mount -t tmpfs -o {options} none /dev/shm"
+    if subprocess.run(["unshare", "-m", "bash", "-c", mount], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a /dev/shm of its own")
+    command = ["unshare", "-m", "bash", "-c", f'{mount}; exec "$@"', "-", sys.executable, "-m", "engine", *arguments]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=2 * LIMIT_S, check=False
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("size=1m", "no room in /dev/shm (1 MB"),
+        ("size=4k", "no room in /dev/shm (0 MB"),
+        ("size=4m,ro", "make room in /dev/shm, or use launch=threads"),
+    ],
+)
+def test_a_dev_shm_that_takes_nothing_is_named_in_one_line(options: str, said: str, tmp_path: Path) -> None:
+    arguments = ("model=resnet50", "model.width=8", "train.global_batch_size=64", "train.steps=2", "data.workers=2")
+    done = _own_shared_memory(options, tmp_path, *arguments)
+    assert done.returncode == 1
+    assert said in done.stderr.splitlines()[-1] and "Traceback" not in done.stderr, done.stderr
+    assert "data.workers=0" in done.stderr or "launch=threads" in done.stderr

@@ -23,8 +23,10 @@ from workers import over
 from engine.cli.composition import targets
 from engine.launch import delivery, handover, joined
 from engine.launch.launch import meeting_point
+from engine.launch.verdict import Verdict
 from engine.prepare.prepare import prepare
 from engine.telemetry import position
+from engine.telemetry.records import encode
 from engine.transport import Edge, rendezvous
 from engine.transport.credentials import StrangerError
 from engine.transport.ends import introduction
@@ -139,17 +141,31 @@ def test_a_rank_takes_no_job_from_another_user() -> None:
 
 
 def test_the_job_is_handed_to_no_other_user() -> None:
-    counter, gone = delivery.Counter(2), queue.SimpleQueue[int]()
-    counter.open(b"the job", gone.put)
+    counter, heard, gone = delivery.Counter(2), queue.SimpleQueue[bytes](), queue.SimpleQueue[int]()
+    counter.open(b"the job", heard.put, gone.put)
     with stranger(connecting(counter.name, socket.SOCK_STREAM, b"\1\0\0\0\0\0\0\0")) as answer:
         assert answer() == b"told "
     content, positions, end = delivery.fetch(counter.name, 1)
     assert content == b"the job"
     positions[1] = 7
     assert counter.positions[1] == 7 and counter.positions[0] == position.NOWHERE
+    records = [b"", b"x" * 3_000_000, b"last"]
+    mail = delivery.Mail(lambda record: pytest.fail("not through the store"))
+    mail.use(end)
+    for record in records:
+        mail.post(record)
+    assert [heard.get(timeout=20) for _ in records] == records
     assert gone.empty()
     end.close()
     assert gone.get(timeout=20) == 1
+
+
+def test_what_no_rank_has_sent_ends_the_run_in_a_line() -> None:
+    """Between hosts records come through the store, into which others can write."""
+    for content in (b"garbage", b"\x00\xf0\x49\x02" + b"[" * 200_000, encode("step", {"rank": 0})[:-3]):
+        listener = joined._Listener(Verdict(2, 2), queue.SimpleQueue(), None, lambda record: None, None)
+        with pytest.raises(RuntimeError, match="somebody else than this run's ranks writes into the launcher's store"):
+            listener._take(content)
 
 
 class Evil:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from engine.folder.files import writing
+from engine.files import writing
 from engine.report.tensorboard import series
 from engine.report.tensorboard.hparams import HParam
 
