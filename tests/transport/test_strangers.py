@@ -20,11 +20,12 @@ from harness import settings
 from torch.distributed import HashStore
 from workers import over
 
+from engine import environment
 from engine.cli.composition import targets
 from engine.launch import delivery, handover, joined
-from engine.launch.launch import meeting_point
 from engine.prepare.prepare import prepare
 from engine.telemetry import position
+from engine.training.meet import store_in
 from engine.transport import Edge, rendezvous
 from engine.transport.credentials import StrangerError
 from engine.transport.ends import introduction
@@ -249,9 +250,44 @@ def test_between_hosts_a_rank_runs_only_what_its_command_line_names(
 # ---- stores --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_another_user_cannot_enter_the_folder_of_the_run_s_store(
+    in_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can see the folder, and neither list it, nor read or write the store, nor put another in its place."""
+    if not in_memory:
+        monkeypatch.setattr(environment, "IN_MEMORY", "/absent")
+    with environment.private_folder() as folder:
+        store = store_in(folder, 5.0)
+        store.set("group/0-1/norms/0", b"where rank 0 listens")
+        (path,) = Path(folder).iterdir()
+        attempts: list[Callable[[], Any]] = [
+            lambda: [*Path(folder).iterdir()],
+            path.read_bytes,
+            lambda: path.open("ab"),
+            path.unlink,
+            lambda: Path(folder).rename(f"{folder}x"),
+        ]
+
+        def act() -> bytes:
+            return b" ".join(denied(attempt) for attempt in attempts)
+
+        with stranger(act) as answer:
+            assert answer() == b" ".join([b"denied"] * len(attempts))
+        assert store_in(folder, 5.0).get("group/0-1/norms/0") == b"where rank 0 listens"
+        assert Path(folder).stat().st_mode & 0o777 == 0o700
+    assert not Path(folder).exists()
+
+
+def denied(act: Callable[[], Any]) -> bytes:
+    try:
+        act()
+    except PermissionError:
+        return b"denied"
+    return b"done"
+
+
 def test_what_only_this_host_needs_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    with meeting_point(5.0) as (host, port):
-        assert host == "127.0.0.1" and listens(port) == {"0100007F"}
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
@@ -259,10 +295,3 @@ def test_what_only_this_host_needs_listens_on_loopback(monkeypatch: pytest.Monke
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
         with rendezvous._listen("127.0.0.1", 0) as listener:
             assert listener.getsockname()[0] == "127.0.0.1"
-
-
-def listens(port: int) -> set[str]:
-    """The addresses, as /proc has them, on which there is a listener at `port`."""
-    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
-    sockets = [line[1].split(":") for line in lines if len(line) > 3 and line[3] == "0A"]
-    return {address for address, number in sockets if int(number, 16) == port}
