@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import launched
 import pytest
 import torch
 from harness import settings
@@ -23,16 +24,27 @@ from workers import over
 from engine import environment
 from engine.cli.composition import targets
 from engine.launch import delivery, handover, joined
+from engine.launch.launch import in_processes
+from engine.launch.supervise import warm_up
 from engine.prepare.prepare import prepare
+from engine.settings import AllReduce
 from engine.telemetry import position
+from engine.telemetry.records import Record
 from engine.training.meet import store_in
-from engine.transport import Edge, rendezvous
+from engine.transport import Edge, Transport, rendezvous
 from engine.transport.credentials import StrangerError
 from engine.transport.ends import introduction
 from engine.transport.shared import SharedMemoryTransport, available
 
 NOBODY = 65534
 EDGE = Edge(0, 1, "F")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> None:
+    """The fork server lives as long as this process: start it before a test looks for children left behind."""
+    warm_up()
+
 
 pytestmark = [
     pytest.mark.skipif(not available(), reason="needs Linux"),
@@ -127,6 +139,49 @@ def test_a_receiver_lets_no_other_user_in() -> None:
         return float(tensor)
 
     assert over(2, main, lambda rank: SharedMemoryTransport(rank, 2, store, 20.0)) == [1.0, 1.0]
+
+
+def test_a_member_of_a_sum_says_nothing_to_another_user_s_socket() -> None:
+    store = HashStore()
+    with listening(socket.SOCK_SEQPACKET) as (name, answer):
+        store.set("sum/0-1/norms/0", name)
+        transport = SharedMemoryTransport(1, 2, store, 5.0)
+        with pytest.raises(StrangerError, match=rf"connecting group norms .*peer 0: user {NOBODY} listens there"):
+            transport.open_group([0, 1], "norms")
+        transport.close()
+        assert answer() == b"heard "
+
+
+def test_a_member_of_a_sum_lets_no_other_user_in() -> None:
+    store = HashStore()
+
+    def main(transport: Transport) -> float:
+        if transport.rank == 1:
+            store.wait(["sum/0-1/norms/0"])
+            name = store.get("sum/0-1/norms/0").decode()
+            with stranger(connecting(name, socket.SOCK_SEQPACKET, b"1 sum/0-1/norms")) as answer:
+                assert answer() == b"told "
+        transport.open_group([0, 1], "norms")
+        tensor = torch.ones(1)
+        transport.all_reduce(tensor, [0, 1], "norms").wait()
+        return float(tensor)
+
+    assert over(2, main, lambda rank: SharedMemoryTransport(rank, 2, store, 20.0)) == [2.0, 2.0]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("given", "listens"),
+    [({}, False), ({"transport": "gloo"}, True), ({"allreduce": AllReduce("native")}, True)],
+    ids=["default", "gloo", "native"],
+)
+def test_no_rank_of_a_default_run_listens_on_a_port(given: dict[str, Any], listens: bool) -> None:
+    job = prepare(settings("1f1b", 2, 4, 2, launch="processes", **given), ".", ".")
+    records: list[Record] = []
+    assert in_processes(job, records.append, launched.wired).status == "completed"
+    said = sorted(record.meta["message"].split(" on ports ") for record in records if record.kind == "log")
+    assert [total for total, _ in said] == ["2.0", "2.0", "4.0", "4.0"]  # the last ranks of the replicas add theirs
+    assert [ports != "[]" for _, ports in said] == [listens] * job.world
 
 
 # ---- the job -------------------------------------------------------------------------------------------------------
