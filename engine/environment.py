@@ -8,12 +8,14 @@ import os
 import re
 import resource
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 LONGEST_TEMPORARY = 60  # bytes; a Unix socket's path has 107, and multiprocessing adds about 35
 SHORT_TEMPORARIES = ("/tmp", "/var/tmp", "/dev/shm")
+IN_MEMORY = "/dev/shm"  # every host has a file system of its own there, which can lock files
+LEAST_ROOM = 2**20  # bytes; what ranks write to find each other is some kilobytes
 
 LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
 _ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
@@ -153,6 +155,26 @@ def keep_sockets_short() -> None:
         f"{', '.join(SHORT_TEMPORARIES)} can be written: set TMPDIR to a folder with a path of at most "
         f"{LONGEST_TEMPORARY} bytes"
     )
+
+
+@contextlib.contextmanager
+def private_folder() -> Iterator[str]:
+    """A new folder that no other user can enter (mode 0700), in memory where that can be; removed at the end.
+
+    Else it lies beside multiprocessing's sockets.
+    """
+    from multiprocessing import util
+
+    def within(parent: str) -> tempfile.TemporaryDirectory[str]:
+        return tempfile.TemporaryDirectory(prefix="engine-", dir=parent, ignore_cleanup_errors=True)
+
+    try:
+        room = os.statvfs(IN_MEMORY)
+        folder = within(IN_MEMORY if room.f_bavail * room.f_frsize >= LEAST_ROOM else util.get_temp_dir())
+    except OSError:
+        folder = within(util.get_temp_dir())
+    with folder as name:
+        yield name
 
 
 def inherited_files() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ from engine.plan.schedules import build
 from engine.settings import DataParallel, Pipeline, Settings
 from engine.telemetry import position
 from engine.telemetry.records import encode
+from engine.training.build import Wiring
+from engine.training.meet import connect, store_in
 from engine.transport import PeerLost, PeerTimeout
 
 Post = Callable[[bytes], None]
@@ -105,3 +109,27 @@ def with_children(job: Job, rank: int, meeting: Any, post: Post) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     post(encode("ready", {"rank": rank, "pid": os.getpid(), "device": "cpu", "threads": child.pid}))
     time.sleep(60)
+
+
+def wired(job: Job, rank: int, folder: str, post: Post) -> None:
+    """Opens all that the job needs, sums over it, and logs the TCP ports that this process listens on."""
+    _hello(rank, post)
+    transport = connect(job, rank, store_in(folder, job.settings.timeout_s))
+    wiring = Wiring(job, transport)
+    total = torch.ones(1)
+    wiring.sum_over_pipeline(total)
+    wiring.sum_counts(total)()
+    logging.getLogger("user").info("%s on ports %s", total.item(), sorted(_ports()))
+    wiring.sum_over_pipeline(total)  # nobody has left before
+    transport.close()
+    post(encode("done", {"rank": rank}))
+
+
+def _ports() -> set[int]:
+    """The TCP ports on which this process listens, as the system sees it."""
+    names = set()
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            names.add(str(each.readlink()))
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/self/net", name).read_text().splitlines()]
+    return {int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in names}

@@ -11,7 +11,7 @@ from engine.settings import Settings
 MOST_PAIRS = 2**24  # of a rank and a micro-batch: four times a run of 1024 ranks and 4096 micro-batches
 STAGES_PER_RANK = ("chunks", "waves")  # options of schedules that multiply them
 MOST_WORKERS = 256  # on this host; also of one loader
-FILES, FILES_PER_WORKER = 26, 3  # that the parent has open at once: its own, and a pipe and the store's for each
+FILES, FILES_PER_WORKER = 26, 3  # that the parent has open at once: its own, and what each is started and heard through
 
 
 def check_limits(settings: Settings) -> None:

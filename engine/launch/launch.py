@@ -7,15 +7,11 @@ threads     one thread per rank of this process
 from __future__ import annotations
 
 import queue
-import socket
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from engine import environment
 from engine.job import Job
@@ -41,32 +37,13 @@ def launch(job: Job, on_record: OnRecord) -> Outcome:
 
 
 def in_processes(job: Job, on_record: OnRecord, entry: Entry | None = None) -> Outcome:
-    """`entry(job, rank, address, post)` is what each worker runs; they meet at a store that listens on loopback."""
+    """`entry(job, rank, folder, post)` is what each worker runs; they meet at a store in a folder of their user's."""
     from engine.launch.process import join_and_work
 
-    with meeting_point(job.settings.timeout_s) as address:
-        supervisor = Supervisor(job, on_record, entry or join_and_work, address)
+    with environment.private_folder() as folder:
+        supervisor = Supervisor(job, on_record, entry or join_and_work, folder)
         signum = supervisor.run()
     return supervisor.verdict.outcome(signum)
-
-
-@contextmanager
-def meeting_point(timeout_s: float) -> Iterator[tuple[str, int]]:
-    """A store on a port that the system chose, reachable from this host only; yields its address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        host, port = listener.getsockname()
-        store = TCPStore(
-            host,
-            port,
-            is_master=True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        yield host, port
-        del store
 
 
 def in_threads(job: Job, on_record: OnRecord, entry: Entry | None = None) -> Outcome:

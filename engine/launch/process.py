@@ -16,7 +16,7 @@ from engine.launch import handover
 from engine.launch import rank as surroundings
 from engine.telemetry import position
 from engine.training import cores
-from engine.training.meet import client, connect
+from engine.training.meet import connect, store_in
 
 
 def main(entry: Any, given: bytes, rank: int, meeting: Any, pipe: Connection, positions: Any) -> None:
@@ -63,7 +63,7 @@ def _leave_with_parent() -> None:
     threading.Thread(target=watch, daemon=True, name="parent watch").start()
 
 
-def join_and_work(job: Job, rank: int, address: tuple[str, int], post: surroundings.Post) -> None:
-    """Meet the other ranks at the parent's store, then do this rank's work."""
-    transport = connect(job, rank, client(address, job.settings.timeout_s))
+def join_and_work(job: Job, rank: int, folder: str, post: surroundings.Post) -> None:
+    """Meet the other ranks at the store in the parent's folder, then do this rank's work."""
+    transport = connect(job, rank, store_in(folder, job.settings.timeout_s))
     surroundings.work(job, rank, transport, post)

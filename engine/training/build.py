@@ -121,9 +121,9 @@ class Wiring:
         self.replica, self.rank = divmod(me, job.ranks)
         found = connections(job)
         transport.open(found.edges)
-        for members, label in found.groups:
+        for members, label, backend in found.groups:
             if len(members) > 1 and me in members:
-                transport.open_group(members, label)
+                transport.open_group(members, label, backend)
         self._pipeline = [self.replica * job.ranks + r for r in range(job.ranks)]
         self._last = found.sharing[job.placement.stages - 1]
         self._everybody = list(range(job.world))

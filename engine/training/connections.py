@@ -23,12 +23,19 @@ from engine.transport import Edge
 # memory, which come with its messages, are one each or more.
 OWN, GLOO = 12, 4
 PER_END = {"shared_memory": 4, "gloo": 1}  # socket, two event counters, the ring; a connection
-Meeting = tuple[list[int], str]  # members of a group, its label
+
+
+class Meeting(NamedTuple):
+    """A group whose members sum. `backend`: the sums are the backend's own, else short."""
+
+    members: list[int]
+    label: str
+    backend: bool = False
 
 
 class Connections(NamedTuple):
-    """`sharing[s]`: all ranks that hold a copy of stage s, and `kinds[s]` their all-reduce. `groups` are the backend's;
-    one of a single rank is never opened."""
+    """`sharing[s]`: all ranks that hold a copy of stage s, and `kinds[s]` their all-reduce. One of `groups` that has
+    a single member is never opened."""
 
     edges: list[Edge]
     groups: list[Meeting]
@@ -44,11 +51,11 @@ def connections(job: Job) -> Connections:
     edges = _pipeline_edges(job)
     for s, members in sharing.items():
         edges += _reduction_edges(job, kinds[s], members, f"reduce{s}")
-    groups: list[Meeting] = [([r * job.ranks + p for p in range(job.ranks)], "norms") for r in range(job.replicas)]
-    groups.append((sharing[job.placement.stages - 1], "counts"))
+    groups = [Meeting([r * job.ranks + p for p in range(job.ranks)], "norms") for r in range(job.replicas)]
+    groups.append(Meeting(sharing[job.placement.stages - 1], "counts"))
     if division_of(job.settings) is not None and job.replicas > 1:
-        groups.append((list(range(job.world)), "norms"))
-    groups += [(members, f"reduce{s}") for s, members in sharing.items() if kinds[s].backend_group]
+        groups.append(Meeting(list(range(job.world)), "norms"))
+    groups += [Meeting(members, f"reduce{s}", True) for s, members in sharing.items() if kinds[s].backend_group]
     return Connections(edges, groups, sharing, kinds)
 
 
@@ -80,9 +87,9 @@ def files_needed(job: Job, found: Connections) -> Counter[int]:
     for edge in found.edges:
         needed.update(dict.fromkeys((edge.src, edge.dst), PER_END[transport]))
         gloo.update((edge.src, edge.dst) if transport == "gloo" else ())
-    for members, _ in found.groups:
+    for members, _, backend in found.groups:
         needed.update(dict.fromkeys(members, len(members) - 1))  # a connection to each of the others
-        gloo.update(members if len(members) > 1 else ())
+        gloo.update(members if len(members) > 1 and (backend or transport == "gloo") else ())
     needed.update(dict.fromkeys(gloo, GLOO))
     return needed
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
 from engine.job import Job
 from engine.settings import Settings
@@ -13,10 +14,14 @@ from engine.transport import Transport
 from engine.transport.processes import between_processes, without_shared_memory
 
 
-def client(address: tuple[str, int], timeout_s: float) -> Store:
-    """A client of the store at `address`."""
-    host, port = address
-    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+def store_in(folder: str, timeout_s: float) -> Store:
+    """A client of the store in a folder, which only those who may enter the folder can read or write.
+
+    A store that listens on a port takes any local user's word, and the ranks find each other by what is in it.
+    """
+    store = FileStore(str(Path(folder, "store")))
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
 
 
 def transport_of(settings: Settings) -> str:

@@ -86,9 +86,11 @@ class Transport(Protocol):
     def channel(self, edge: Edge) -> Channel: ...
 
     def all_reduce(self, tensor: Tensor, members: Sequence[int], label: str) -> Work:
-        """The backend's own sum over `members` (sorted world ranks), in place. Groups are opened by `open_group`."""
+        """Sum over `members` (sorted world ranks), in place. Starting it does not block."""
 
-    def open_group(self, members: Sequence[int], label: str) -> None: ...
+    def open_group(self, members: Sequence[int], label: str, backend: bool = False) -> None:
+        """Connect the members of later sums; only they call, all in one order of groups. `backend`: the sums may be
+        long and have to be the backend's own, where a transport has another way for short ones."""
 
     def check(self) -> None:
         """Raise PeerLost where the run was aborted while this rank waited for nobody; processes are killed instead."""

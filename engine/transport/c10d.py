@@ -51,6 +51,17 @@ def tag_of(nbytes: int) -> int:
     return nbytes % (MAX_TAG - 1) + 1
 
 
+def sum_over(members: Sequence[int], label: str) -> str:
+    """What a sum is called where something is wrong with it."""
+    return f"all-reduce {label} over ranks {list(members)}"
+
+
+def check_reducible(tensor: Tensor, what: str) -> None:
+    """ValueError for a dtype that the backends do not add."""
+    if tensor.dtype not in REDUCIBLE:
+        raise ValueError(f"{what}: the backend does not add {tensor.dtype}; allreduce=ring does")
+
+
 class C10dTransport(ABC):
     """A rank's ends. Subclasses say how a process group is made (`_connect`) and torn down (`_break`).
 
@@ -91,7 +102,7 @@ class C10dTransport(ABC):
     def channel(self, edge: Edge) -> Channel:
         return self._channels[edge]
 
-    def open_group(self, members: Sequence[int], label: str) -> None:
+    def open_group(self, members: Sequence[int], label: str, backend: bool = False) -> None:
         key = tuple(members), label
         name = f"group/{'-'.join(map(str, members))}/{label}"
         what = f"connecting group {label} of ranks {list(members)}"
@@ -99,9 +110,8 @@ class C10dTransport(ABC):
 
     def all_reduce(self, tensor: Tensor, members: Sequence[int], label: str) -> Work:
         """Members must pass equal sizes: gloo ends the process where they do not."""
-        what = f"all-reduce {label} over ranks {list(members)}"
-        if tensor.dtype not in REDUCIBLE:
-            raise ValueError(f"{what}: the backend does not add {tensor.dtype}; allreduce=ring does")
+        what = sum_over(members, label)
+        check_reducible(tensor, what)
         if tensor.numel() == 0:
             return Finished()
         group = self._groups[tuple(members), label]

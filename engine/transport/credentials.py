@@ -1,7 +1,8 @@
 """Whose process is at the other end of a Unix socket: the kernel says (Linux).
 
-The names of sockets are found through a store that any process of the host can write into. So both sides ask: who
-accepts lets only processes of its own user in, and who connects says nothing to a socket that another user listens on.
+The names of sockets are found through a store, and into a launcher's any process of the host can write. So both sides
+ask: who accepts lets only processes of its own user in, and who connects says nothing to a socket that another user
+listens on.
 """
 
 from __future__ import annotations

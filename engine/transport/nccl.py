@@ -36,8 +36,8 @@ class NcclTransport(C10dTransport):
             call([nothing], peer, 0).wait()
         torch.cuda.synchronize(self.device)
 
-    def open_group(self, members: Sequence[int], label: str) -> None:
-        super().open_group(members, label)
+    def open_group(self, members: Sequence[int], label: str, backend: bool = False) -> None:
+        super().open_group(members, label, backend)
         self.all_reduce(torch.zeros(1, device=self.device), members, label).wait()
         torch.cuda.synchronize(self.device)
 

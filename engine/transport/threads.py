@@ -110,7 +110,7 @@ class ThreadTransport:
     def channel(self, edge: Edge) -> Channel:
         return self._channels[edge]
 
-    def open_group(self, members: Sequence[int], label: str) -> None:
+    def open_group(self, members: Sequence[int], label: str, backend: bool = False) -> None:
         self.hub.group(tuple(members), label)
 
     def all_reduce(self, tensor: Tensor, members: Sequence[int], label: str) -> Work:

@@ -27,7 +27,7 @@ def joined(transport: Transport, kind: type[Collective]) -> Collective:
     members = list(range(transport.world))
     transport.open(kind.edges(members, "x"))
     if kind.backend_group and transport.world > 1:
-        transport.open_group(members, "x")
+        transport.open_group(members, "x", backend=True)
     return kind(transport, members, "x")
 
 

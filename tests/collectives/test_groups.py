@@ -36,10 +36,10 @@ class Late:
         time.sleep(self._chance.random() * 0.01)
         self._transport.open(edges)
 
-    def open_group(self, members: Sequence[int], label: str) -> None:
+    def open_group(self, members: Sequence[int], label: str, backend: bool = False) -> None:
         time.sleep(self._chance.random() * 0.01)
         self.groups.append((label, *members))
-        self._transport.open_group(members, label)
+        self._transport.open_group(members, label, backend)
 
 
 def started(job: Job, seed: int) -> Callable[[Transport], tuple[Late, list[float]]]:

@@ -50,7 +50,7 @@ def summed(transport: Transport, tensor: Tensor, name: str = "ring") -> tuple[Te
     members = list(range(transport.world))
     transport.open(COLLECTIVES[name].edges(members, "x"))
     if name == "native" and transport.world > 1:
-        transport.open_group(members, "x")
+        transport.open_group(members, "x", backend=True)
     collective = COLLECTIVES[name](transport, members, "x")
     tensor = tensor.clone()
     collective.all_reduce(tensor)

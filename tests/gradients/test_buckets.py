@@ -37,7 +37,7 @@ def collective_of(transport: Transport, name: str = "ring", label: str = "reduce
     members = list(range(transport.world))
     transport.open(COLLECTIVES[name].edges(members, label))
     if name == "native":
-        transport.open_group(members, label)
+        transport.open_group(members, label, backend=True)
     return COLLECTIVES[name](transport, members, label)
 
 

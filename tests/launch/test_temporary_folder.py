@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import launched
 import pytest
+from launched import job_of
 
 from engine import environment
+from engine.launch.launch import in_processes
+from engine.launch.supervise import warm_up
+from engine.telemetry.records import Record
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> None:
+    """The fork server lives as long as this process: start it before a test looks for children left behind."""
+    warm_up()
 
 
 @pytest.fixture
@@ -69,3 +83,42 @@ def test_where_there_is_no_short_one_the_remedy_is_said(deep: Path, monkeypatch:
     monkeypatch.setattr(environment, "SHORT_TEMPORARIES", (str(deep / "absent"),))
     with pytest.raises(ValueError, match="set TMPDIR to a folder with a path of at most 60 bytes"):
         environment.keep_sockets_short()
+
+
+def _told_to_stop(record: Record) -> None:
+    if record.kind == "ready":
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def _unable(record: Record) -> None:
+    raise OSError("disk full")
+
+
+def _nothing(record: Record) -> None:
+    return None
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("entry", "on_record", "status"),
+    [
+        (launched.good, _nothing, "completed"),
+        (launched.killed, _nothing, "failed"),
+        (launched.with_children, _told_to_stop, "interrupted"),
+        (launched.good, _unable, "raised"),
+    ],
+    ids=["completed", "killed", "interrupted", "raised"],
+)
+def test_the_folder_where_ranks_meet_goes_with_the_run(
+    entry: Any, on_record: Callable[[Record], None], status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "IN_MEMORY", str(tmp_path))
+    seen: list[list[Path]] = []
+
+    def hear(record: Record) -> None:
+        seen.append(list(tmp_path.iterdir()))
+        on_record(record)
+
+    with pytest.raises(OSError, match="disk full") if status == "raised" else nullcontext():
+        assert in_processes(job_of(2), hear, entry).status == status
+    assert len(seen[0]) == 1 and list(tmp_path.iterdir()) == []

@@ -14,26 +14,38 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import launched
 import pytest
 import torch
 from harness import settings
 from torch.distributed import HashStore
 from workers import over
 
+from engine import environment
 from engine.cli.composition import targets
 from engine.launch import delivery, handover, joined
-from engine.launch.launch import meeting_point
+from engine.launch.launch import in_processes
+from engine.launch.supervise import warm_up
 from engine.launch.verdict import Verdict
 from engine.prepare.prepare import prepare
+from engine.settings import AllReduce
 from engine.telemetry import position
-from engine.telemetry.records import encode
-from engine.transport import Edge, rendezvous
+from engine.telemetry.records import Record, encode
+from engine.training.meet import store_in
+from engine.transport import Edge, Transport, rendezvous
 from engine.transport.credentials import StrangerError
 from engine.transport.ends import introduction
 from engine.transport.shared import SharedMemoryTransport, available
 
 NOBODY = 65534
 EDGE = Edge(0, 1, "F")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server() -> None:
+    """The fork server lives as long as this process: start it before a test looks for children left behind."""
+    warm_up()
+
 
 pytestmark = [
     pytest.mark.skipif(not available(), reason="needs Linux"),
@@ -128,6 +140,49 @@ def test_a_receiver_lets_no_other_user_in() -> None:
         return float(tensor)
 
     assert over(2, main, lambda rank: SharedMemoryTransport(rank, 2, store, 20.0)) == [1.0, 1.0]
+
+
+def test_a_member_of_a_sum_says_nothing_to_another_user_s_socket() -> None:
+    store = HashStore()
+    with listening(socket.SOCK_SEQPACKET) as (name, answer):
+        store.set("sum/0-1/norms/0", name)
+        transport = SharedMemoryTransport(1, 2, store, 5.0)
+        with pytest.raises(StrangerError, match=rf"connecting group norms .*peer 0: user {NOBODY} listens there"):
+            transport.open_group([0, 1], "norms")
+        transport.close()
+        assert answer() == b"heard "
+
+
+def test_a_member_of_a_sum_lets_no_other_user_in() -> None:
+    store = HashStore()
+
+    def main(transport: Transport) -> float:
+        if transport.rank == 1:
+            store.wait(["sum/0-1/norms/0"])
+            name = store.get("sum/0-1/norms/0").decode()
+            with stranger(connecting(name, socket.SOCK_SEQPACKET, b"1 sum/0-1/norms")) as answer:
+                assert answer() == b"told "
+        transport.open_group([0, 1], "norms")
+        tensor = torch.ones(1)
+        transport.all_reduce(tensor, [0, 1], "norms").wait()
+        return float(tensor)
+
+    assert over(2, main, lambda rank: SharedMemoryTransport(rank, 2, store, 20.0)) == [2.0, 2.0]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("given", "listens"),
+    [({}, False), ({"transport": "gloo"}, True), ({"allreduce": AllReduce("native")}, True)],
+    ids=["default", "gloo", "native"],
+)
+def test_no_rank_of_a_default_run_listens_on_a_port(given: dict[str, Any], listens: bool) -> None:
+    job = prepare(settings("1f1b", 2, 4, 2, launch="processes", **given), ".", ".")
+    records: list[Record] = []
+    assert in_processes(job, records.append, launched.wired).status == "completed"
+    said = sorted(record.meta["message"].split(" on ports ") for record in records if record.kind == "log")
+    assert [total for total, _ in said] == ["2.0", "2.0", "4.0", "4.0"]  # the last ranks of the replicas add theirs
+    assert [ports != "[]" for _, ports in said] == [listens] * job.world
 
 
 # ---- the job -------------------------------------------------------------------------------------------------------
@@ -265,9 +320,44 @@ def test_between_hosts_a_rank_runs_only_what_its_command_line_names(
 # ---- stores --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_another_user_cannot_enter_the_folder_of_the_run_s_store(
+    in_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can see the folder, and neither list it, nor read or write the store, nor put another in its place."""
+    if not in_memory:
+        monkeypatch.setattr(environment, "IN_MEMORY", "/absent")
+    with environment.private_folder() as folder:
+        store = store_in(folder, 5.0)
+        store.set("group/0-1/norms/0", b"where rank 0 listens")
+        (path,) = Path(folder).iterdir()
+        attempts: list[Callable[[], Any]] = [
+            lambda: [*Path(folder).iterdir()],
+            path.read_bytes,
+            lambda: path.open("ab"),
+            path.unlink,
+            lambda: Path(folder).rename(f"{folder}x"),
+        ]
+
+        def act() -> bytes:
+            return b" ".join(denied(attempt) for attempt in attempts)
+
+        with stranger(act) as answer:
+            assert answer() == b" ".join([b"denied"] * len(attempts))
+        assert store_in(folder, 5.0).get("group/0-1/norms/0") == b"where rank 0 listens"
+        assert Path(folder).stat().st_mode & 0o777 == 0o700
+    assert not Path(folder).exists()
+
+
+def denied(act: Callable[[], Any]) -> bytes:
+    try:
+        act()
+    except PermissionError:
+        return b"denied"
+    return b"done"
+
+
 def test_what_only_this_host_needs_listens_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    with meeting_point(5.0) as (host, port):
-        assert host == "127.0.0.1" and listens(port) == {"0100007F"}
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
@@ -275,10 +365,3 @@ def test_what_only_this_host_needs_listens_on_loopback(monkeypatch: pytest.Monke
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
         with rendezvous._listen("127.0.0.1", 0) as listener:
             assert listener.getsockname()[0] == "127.0.0.1"
-
-
-def listens(port: int) -> set[str]:
-    """The addresses, as /proc has them, on which there is a listener at `port`."""
-    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
-    sockets = [line[1].split(":") for line in lines if len(line) > 3 and line[3] == "0A"]
-    return {address for address, number in sockets if int(number, 16) == port}

@@ -1,4 +1,4 @@
-"""The backend's own all-reduce. The run opens its group with `Transport.open_group(members, label)`."""
+"""The backend's own all-reduce. The run opens its group with `Transport.open_group(.., backend=True)`."""
 
 from __future__ import annotations
 
