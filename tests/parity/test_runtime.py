@@ -330,7 +330,7 @@ def test_an_error_says_where_it_happened() -> None:
 def test_an_error_of_the_data_is_not_blamed_on_an_action() -> None:
     """Samples are loaded while another step's message is awaited."""
     data = {"_target_": "toys.Broken", "at": 20, "shuffle": False}
-    with pytest.raises(ItemError, match="data: item 20 cannot be loaded: OSError: .*item 20") as caught:
+    with pytest.raises(ItemError, match=r"data: item 20 cannot be loaded: OSError: .*item 20") as caught:
         run_threads(settings("1f1b", 2, 4, data=data))
     assert place_of(caught.value) == Place(None, None, "loading the samples of step 1")
 
