@@ -287,6 +287,7 @@ def test_ways_of_data_parallelism_are_compared_with_none_and_with_ddp() -> None:
     assert {"allreduce=ring", "transport=gloo"} <= set(data_parallel.case_of("gpt", 2, "ring by gloo").choices)
 
 
+@pytest.mark.slow
 def test_a_plain_loop_of_the_benchmark_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(data_parallel.MODELS, "gpt", ("model=mlp", "data=digits", "train.global_batch_size=8"))
     for way in ("none", "distributed_optimizer"):

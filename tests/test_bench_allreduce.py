@@ -49,6 +49,7 @@ def test_bus_bandwidth_is_that_of_the_fewest_bytes() -> None:
     assert bus_bandwidth(10**9, 4, 0.5) == 3e9
 
 
+@pytest.mark.slow
 def test_a_small_world_of_threads_is_measured_and_summed_up() -> None:
     spec = Spec(3, [400, 40_000], list(COLLECTIVES), 2)
     ranks = in_threads(spec)

@@ -166,6 +166,7 @@ def defined() -> set[str]:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow(keep=51)
 def test_every_case_has_a_test(case: str) -> None:
     kind, tests = CASES[case]
     assert tests and not set(tests) - defined(), kind

@@ -109,6 +109,7 @@ def violations(source: str, module: str, is_package: bool = False) -> list[str]:
 SOURCES = sorted(path for part in OURS for path in (ROOT / part).rglob("*.py"))
 
 
+@pytest.mark.slow
 def test_imports_keep_to_the_borders() -> None:
     found = [
         line for path in SOURCES for line in violations(path.read_text(), module_name(path), path.name == "__init__.py")
@@ -125,6 +126,7 @@ def test_every_room_is_drawn_and_has_a_sentence_on_its_door() -> None:
     assert not [path for path in doors if not ast.get_docstring(ast.parse(path.read_text()))]
 
 
+@pytest.mark.slow
 def test_no_modules_import_each_other() -> None:
     """Also in a circle, also inside functions. A package and what lies in it may: its names are theirs."""
     known = {module_name(path): path for path in SOURCES}

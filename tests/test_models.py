@@ -96,6 +96,7 @@ def test_resnet50_has_torchvisions_keys() -> None:
 
 
 @pytest.mark.parametrize("size", [224, 128])
+@pytest.mark.slow(keep=1)
 def test_resnet50_does_the_published_work(size: int) -> None:
     work = dict.fromkeys(PARTS, 0.0)
     with FakeTensorMode():
@@ -142,6 +143,7 @@ def test_a_block_with_zero_residual_starts_as_the_identity() -> None:
     ("layers", "width", "tied"),
     [(12, 768, 124_439_808), (24, 1024, 354_823_168), (36, 1280, 774_030_080), (48, 1600, 1_557_611_200)],
 )
+@pytest.mark.slow(keep=3)
 def test_gpt2_sizes(layers: int, width: int, tied: int) -> None:
     """Published with one matrix as embedding and head; ours has a head of its own."""
     model = faked(gpt(50257, 1024, layers, width, heads=width // 64))

@@ -30,6 +30,7 @@ def test_one_of_them(n):
 """
 
 
+@pytest.mark.slow
 def test_slow_tests_are_left_out_but_for_some_cases_spread_evenly(pytester: pytest.Pytester) -> None:
     items = pytester.getitems(TESTS)
     left = {item.name for item in items} - {item.name for item in slow_ones(items)}
@@ -39,6 +40,7 @@ def test_slow_tests_are_left_out_but_for_some_cases_spread_evenly(pytester: pyte
 @pytest.mark.parametrize(
     ("arguments", "passed"), [([], 4), (["--all"], 14), (["test_some.py::test_slow"], 1), (["-k", "many"], 2)]
 )
+@pytest.mark.slow
 def test_all_or_a_name_asks_for_them(pytester: pytest.Pytester, arguments: list[str], passed: int) -> None:
     (pytester.path / "conftest.py").write_text((Path(__file__).parent / "conftest.py").read_text())
     (pytester.path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    gpu\n")

@@ -118,6 +118,7 @@ def test_a_failed_install_ends_the_call_and_is_redone(checkout: Checkout) -> Non
 
 
 @pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.slow
 def test_a_long_install_says_what_it_does_and_shows_its_words_only_where_it_fails(
     checkout: Checkout, fails: bool
 ) -> None:

@@ -42,10 +42,7 @@ def check(settings: Settings) -> None:
 
 def read(content: bytes) -> Job:
     """The job in such bytes; ValueError, in one line, where they hold none."""
-    try:
-        record = decode(content)
-    except RecursionError:
-        raise ValueError("not a job: nested too deep") from None
+    record = decode(content)
     if record.kind != _KIND:
         raise ValueError(f"not a job, but a record of kind {record.kind!r:.80}")
     try:

@@ -78,5 +78,7 @@ def decode(data: bytes) -> Record:
             arrays[name] = found.astype(np.int64, copy=False)  # of the record's own bytes, where these are in order
             at += 8 * size
         return Record(header["kind"], header["meta"], arrays)
-    except (struct.error, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+    except RecursionError:
+        raise ValueError("not a record: nested too deep") from None
+    except (struct.error, KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"not a record: {data[:40]!r}... ({error})") from error

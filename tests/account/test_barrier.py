@@ -50,6 +50,7 @@ def test_a_reduction_that_is_hidden_is_no_waste() -> None:
     st.sampled_from(["gpipe", "1f1b", "zb_h1"]), st.integers(1, 3),
     st.lists(st.integers(0, 6), min_size=2, max_size=3), st.integers(0, 9), st.integers(0, 3),
 )  # fmt: skip
+@pytest.mark.slow
 def test_both_parts_are_what_the_account_calls_reduce(
     schedule: str, ranks: int, late: list[int], reduce: int, count: int
 ) -> None:

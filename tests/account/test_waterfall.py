@@ -66,6 +66,7 @@ def steps(draw: st.DrawFn) -> tuple[Program, int, Timeline]:
 
 
 @given(steps())
+@pytest.mark.slow
 def test_bars_add_up_to_the_measured_time_exactly(step: tuple[Program, int, Timeline]) -> None:
     program, replicas, timeline = step
     found = of(timeline, program, replicas)
@@ -75,7 +76,7 @@ def test_bars_add_up_to_the_measured_time_exactly(step: tuple[Program, int, Time
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.slow(keep=9)
+@pytest.mark.slow(keep=7)
 def test_without_an_interpreter_nothing_is_left(name: str, replicas: int) -> None:
     """What was switched on is all there was: the replay comes to the measured time by itself."""
     program = build(name, 4, 8)
@@ -183,7 +184,7 @@ EXACT: dict[str, tuple[Callable[[int], dict[str, Any]], Callable[[int], dict[str
 @pytest.mark.parametrize("what", EXACT)
 @settings(max_examples=8)
 @given(ns=st.integers(1, 40 * MS))
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow
 def test_what_is_exposed_shows_to_the_nanosecond_and_what_is_hidden_does_not(what: str, ns: int) -> None:
     slow, exposed = EXACT[what]
     usual, found = (bars(GPIPE, 2, steps=3, **FREE | more) for more in ({}, slow(ns)))

@@ -52,11 +52,13 @@ def test_what_is_no_flag_is_refused_in_a_line(words: list[str], engine: Engine) 
     assert "--hydra-help" in said.err and said.out == "" and not said.runs
 
 
+@pytest.mark.slow
 def test_a_sweep_may_be_asked_for_last(engine: Engine) -> None:
     said = engine("mode=plan", "pipeline.ranks=1,2", "-m", "pipeline.microbatches=4")
     assert said.code == 0 and len(said.runs) == 2, said.err
 
 
+@pytest.mark.slow
 def test_a_folder_that_holds_a_run_is_refused_and_left_alone(engine: Engine) -> None:
     small = [
         "launch=threads",

@@ -31,6 +31,7 @@ def test_plan_prints_and_writes_the_published_figures(engine: Engine) -> None:
     assert not list(folder.glob("events*"))
 
 
+@pytest.mark.slow
 def test_plan_does_not_import_torch(tmp_path: Path) -> None:
     code = (
         "import sys; sys.argv[0] = 'engine'; from engine.cli.main import main; main(); sys.exit('torch' in sys.modules)"
@@ -41,6 +42,7 @@ def test_plan_does_not_import_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cost", ["1e308", "1e400", "nan", "-1"])
+@pytest.mark.slow(keep=2)
 def test_plan_refuses_costs_that_cannot_be_added(cost: str, engine: Engine) -> None:
     said = engine("mode=plan", f"plan.costs.forward={cost}")
     assert said.code == run.REFUSED and "plan.costs.forward" in said.err and said.err.count("\n") == 1, said.err
@@ -157,6 +159,7 @@ def test_a_sweep_with_a_list_for_a_group_starts_no_job(jobs: str, engine: Engine
 
 
 @pytest.mark.parametrize("chosen", ["schedule=[1f1b]", "schedule='1f1b'", "schedule={name: 1f1b}"])
+@pytest.mark.slow(keep=2)
 def test_a_group_may_be_chosen_in_hydras_other_ways(
     chosen: str, engine: Engine, trained: list[tuple[Settings, str, str]]
 ) -> None:
@@ -180,6 +183,7 @@ def test_refusal_is_left_in_the_run_folder(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("form", ["[layer2,layer3]", "[layer2, layer3]", "['layer2','layer3']"])
+@pytest.mark.slow(keep=2)
 def test_forms_of_a_list(form: str, engine: Engine, trained: list[tuple[Settings, str, str]]) -> None:
     assert engine("partition=manual", f"partition.split={form}", "pipeline.ranks=3").code == 0
     assert trained[0][0].partition["split"] == ["layer2", "layer3"]
@@ -190,6 +194,7 @@ def test_a_path_with_a_comma(engine: Engine, trained: list[tuple[Settings, str, 
     assert trained[0][0].data["root"] == "a, b"
 
 
+@pytest.mark.slow
 def test_a_sweep_over_lists(engine: Engine, trained: list[tuple[Settings, str, str]]) -> None:
     engine("-m", "partition=manual", "partition.split=[layer2],[layer3]")
     assert [settings.partition["split"] for settings, _, _ in trained] == [["layer2"], ["layer3"]]
@@ -214,6 +219,7 @@ def test_paths_are_relative_to_the_start_folder(
     assert Path(run_dir) == said.runs[0] and Path(run_dir).is_absolute()
 
 
+@pytest.mark.slow
 def test_null_seed_differs_between_the_jobs_of_a_sweep(
     engine: Engine, trained: list[tuple[Settings, str, str]]
 ) -> None:
@@ -236,6 +242,7 @@ def test_own_configuration_folder(engine: Engine, tmp_path: Path, trained: list[
     assert trained[0][0].model["_target_"] == "my.model"
 
 
+@pytest.mark.slow
 def test_five_runs_started_together_have_five_folders(tmp_path: Path) -> None:
     processes = [engine_process(["mode=plan", f"pipeline.microbatches={m}"], tmp_path) for m in range(1, 6)]
     for process in processes:
@@ -245,6 +252,7 @@ def test_five_runs_started_together_have_five_folders(tmp_path: Path) -> None:
     assert sorted(plans) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_model_named_on_the_command_line_takes_no_split_of_anothers(
     engine: Engine, trained: list[tuple[Settings, str, str]]
 ) -> None:

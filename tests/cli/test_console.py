@@ -79,6 +79,7 @@ def test_an_interruption_while_the_engine_is_imported_is_one_line(tmp_path: Path
 
 
 @pytest.mark.parametrize("limit", [16, 31])
+@pytest.mark.slow(keep=1)
 def test_too_few_open_files_are_refused_at_once(limit: int, tmp_path: Path) -> None:
     done = shell(f"ulimit -n {limit}; {ENGINE} {' '.join(SMALL)}", tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr

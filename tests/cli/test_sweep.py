@@ -43,6 +43,7 @@ def test_one_folder_per_job_and_a_table(engine: Engine) -> None:
     assert len(json.loads((folder / "comparison.json").read_text())) == 6
 
 
+@pytest.mark.slow
 def test_a_failed_job_neither_stops_nor_hides_the_others(engine: Engine) -> None:
     said = engine("-m", *SMALL, "pipeline.microbatches=1,100,2")
     assert said.code == 1
@@ -65,7 +66,7 @@ CODES = {  # micro-batches of the jobs, of which 0 is refused and 3 fails -> the
 
 
 @pytest.mark.parametrize("jobs", CODES)
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 def test_the_exit_code_says_whether_anything_was_started(
     jobs: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,7 +70,7 @@ def numbers(world: int, size: int, dtype: torch.dtype, seed: int = 0) -> list[Te
     piece=st.sampled_from([16, 64, 10**6]),
     seed=st.integers(0, 2**32),
 )
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=1)
 def test_equals_the_reduction_and_is_the_same_bits_everywhere(
     name: str, world: int, size: int, dtype: torch.dtype, op: ReduceOp, piece: int, seed: int
 ) -> None:
@@ -116,7 +116,7 @@ def close(got: Tensor, want: Tensor, parts: Sequence[Tensor]) -> None:
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize("name", COLLECTIVES)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.slow(keep=83)
+@pytest.mark.slow(keep=25)
 def test_sums_over_threads_and_gloo_alike(name: str, world: int, run: Any) -> None:
     parts = numbers(world, 50, torch.float64)
     results = reduced(world, COLLECTIVES[name], parts, run=run)
@@ -127,6 +127,7 @@ def test_sums_over_threads_and_gloo_alike(name: str, world: int, run: Any) -> No
 
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("world", [2, 3, 4, 6])
+@pytest.mark.slow(keep=13)
 def test_memory_that_is_still_being_sent_or_received_is_left_alone(
     name: str, world: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

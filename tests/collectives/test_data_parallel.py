@@ -33,6 +33,7 @@ def batch(rows: int) -> tuple[Tensor, Tensor]:
 
 
 @given(devices=st.integers(1, 5), rows=st.integers(1, 9), steps=st.integers(1, 3))
+@pytest.mark.slow
 def test_steps_equal_those_of_the_plain_model(devices: int, rows: int, steps: int) -> None:
     """Also where there are fewer samples than devices."""
     parallel, plain = DataParallel(model(), [CPU] * devices), model()
@@ -111,6 +112,7 @@ def test_a_batch_without_samples_is_refused() -> None:
         DataParallel(model(), [CPU] * 2).step(x, y, mean)
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_each_drawback() -> None:
     case = drawbacks.case_of("mlp", 2)
     one = drawbacks.in_one_process(case, 2)

@@ -64,7 +64,7 @@ def started(job: Job, seed: int) -> Callable[[Transport], tuple[Late, list[float
     ("ranks", "replicas", "allreduce"),
     [(2, 2, "native"), (3, 2, "native"), (2, 3, "native"), (3, 3, "ring"), (1, 4, "native"), (4, 1, "ring")],
 )
-@pytest.mark.slow(keep=9)
+@pytest.mark.slow(keep=2)
 def test_a_run_always_starts(ranks: int, replicas: int, allreduce: str, run: Run) -> None:
     job = prepare(settings("1f1b", ranks, 4, replicas, allreduce=AllReduce(allreduce)), ".", ".")
     for seed in range(STARTS):

@@ -51,6 +51,7 @@ def require(found: list[Tensor], expected: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.slow(keep=7)
 def test_the_mean_of_equal_values_is_that_value_by_every_algorithm(name: str, dtype: torch.dtype) -> None:
     given = values(dtype)
     for size in WORLDS:
@@ -59,6 +60,7 @@ def test_the_mean_of_equal_values_is_that_value_by_every_algorithm(name: str, dt
 
 @pytest.mark.parametrize("run", [over_gloo, over_shared], ids=["gloo", "shared"])
 @pytest.mark.parametrize("name", ["native", "ring"])
+@pytest.mark.slow(keep=3)
 def test_and_between_processes_too(name: str, run: Any) -> None:
     for dtype in HALF:
         given = values(dtype)
@@ -151,6 +153,7 @@ def gradients(
 @pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 9])
+@pytest.mark.slow(keep=10)
 def test_gradients_in_half_precision(size: int, dtype: torch.dtype, joins: bool) -> None:
     given = values(dtype)[None]
     require(gradients(size, given, joins=joins), given)
@@ -159,6 +162,7 @@ def test_gradients_in_half_precision(size: int, dtype: torch.dtype, joins: bool)
 @pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("wire", [Compression.fp16, Compression.bf16])
 @pytest.mark.parametrize("size", [2, 5, 9])
+@pytest.mark.slow(keep=1)
 def test_compressed_gradients(size: int, wire: Compression, joins: bool) -> None:
     """What a wire's dtype holds arrives as it was, each value alone: the scale goes by the largest of a bucket."""
     assert wire.dtype is not None

@@ -80,6 +80,7 @@ def combined(op: ReduceOp, tensors: Sequence[Tensor]) -> Tensor:
 
 @settings(max_examples=60)
 @given(world=worlds, shape=shapes, dtype=st.sampled_from(MOVED), root=st.integers(0), spread=st.booleans())
+@pytest.mark.slow
 def test_broadcast_scatter_and_gather(world: int, shape: Any, dtype: Any, root: int, spread: bool) -> None:
     src = root % world
     view = strided if spread and shape else Tensor.clone
@@ -107,6 +108,7 @@ def bits(tensor: Tensor) -> list[int]:
 
 @settings(max_examples=60)
 @given(world=worlds, shape=shapes, dtype=st.sampled_from(MOVED), spread=st.booleans())
+@pytest.mark.slow
 def test_all_gather_into_lists_and_tensors(world: int, shape: Any, dtype: Any, spread: bool) -> None:
     view = strided if spread and shape else Tensor.clone
     parts = [part(shape, torch.float32, rank).to(dtype) for rank in range(world)]
@@ -163,6 +165,7 @@ def cat(tensors: Sequence[Tensor]) -> Tensor:
 
 @settings(max_examples=100)
 @given(world=worlds, shape=shapes, dtype=st.sampled_from(DTYPES), op=ops, root=st.integers(0), spread=st.booleans())
+@pytest.mark.slow
 def test_reductions(world: int, shape: Any, dtype: Any, op: ReduceOp, root: int, spread: bool) -> None:
     if op.refusal(dtype):
         return
@@ -189,6 +192,7 @@ def test_reductions(world: int, shape: Any, dtype: Any, op: ReduceOp, root: int,
 
 
 @given(world=st.integers(2, 8), size=st.integers(0, 60), dtype=st.sampled_from([torch.float32, torch.float64]))
+@pytest.mark.slow
 def test_reduce_scatter_and_all_gather_give_the_rings_bits(world: int, size: int, dtype: torch.dtype) -> None:
     parts = torch.randn(world, size, dtype=dtype, generator=torch.Generator().manual_seed(size)) ** 3
 
@@ -271,6 +275,7 @@ def test_a_barrier_waits_for_everybody() -> None:
 
 
 @given(world=st.integers(2, 8), size=st.integers(0, 40))
+@pytest.mark.slow
 def test_bytes_are_those_of_the_formulas(world: int, size: int) -> None:
     """Without tickets. n: the whole tensor, N: the ranks."""
 
@@ -395,6 +400,7 @@ def test_long_calls_differ_in_what_is_not_shown() -> None:
 
 
 @pytest.mark.parametrize("how", RUNS.values(), ids=RUNS)
+@pytest.mark.slow
 def test_who_stays_away_is_named(how: Any) -> None:
     def main(transport: Transport) -> str | None:
         transport.open(Group.edges([0, 1, 2], "g"))

@@ -59,6 +59,7 @@ def summed(transport: Transport, tensor: Tensor, name: str = "ring") -> tuple[Te
 
 @settings(max_examples=120)
 @given(world=worlds, size=st.integers(0, 70), dtype=dtypes, piece=st.sampled_from([16, 64, 10**6]), seed=st.integers(0))
+@pytest.mark.slow
 def test_equals_the_fixed_order_bitwise_on_every_rank(
     world: int, size: int, dtype: torch.dtype, piece: int, seed: int
 ) -> None:

@@ -188,6 +188,7 @@ def test_schedulers_and_saved_states_work_as_with_the_optimizer_itself() -> None
 
 @pytest.mark.parametrize("compression", [Compression.fp16, Compression.bf16])
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e6, 1e30])
+@pytest.mark.slow(keep=5)
 def test_half_precision_neither_overflows_nor_vanishes_and_what_it_loses_comes_later(
     compression: Compression, scale: float
 ) -> None:

@@ -124,6 +124,7 @@ def said(run: Any, joins_first: bool, call: Call) -> list[str]:
 
 @pytest.mark.parametrize("joins_first", [True, False])
 @pytest.mark.parametrize("words", OTHERS)
+@pytest.mark.slow(keep=3)
 def test_a_joined_rank_and_another_call_end_soon_and_name_each_other(words: str, joins_first: bool) -> None:
     caller, joined = said(over_threads, joins_first, OTHERS[words])
     assert caller.startswith(f"rank 0 waits in {words}, but rank(s) 1 called join() of optimizer 1: "), caller

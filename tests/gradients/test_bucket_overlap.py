@@ -102,7 +102,7 @@ def _noted(issued: list[Any], what: Any, call: Any) -> Any:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b"])
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 def test_the_order_of_all_communication_does_not_depend_on_time(schedule: str) -> None:
     chunks = {"chunks": 2} if schedule == "interleaved_1f1b" else {}
     wanted = settings(schedule, 2, 4, replicas=2, steps=6, model=MLP, allreduce=SMALL)
@@ -115,6 +115,7 @@ def test_the_order_of_all_communication_does_not_depend_on_time(schedule: str) -
         assert logs[0].issued[rank] == logs[0].issued[rank + 2]
 
 
+@pytest.mark.slow
 def test_fifty_delayed_steps_end() -> None:
     log = Log(0.002, 7)
     run_threads(settings("1f1b", 2, 4, replicas=2, steps=50, allreduce=SMALL), log.attach)
@@ -122,6 +123,7 @@ def test_fifty_delayed_steps_end() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "closing"), [("gpipe", "B"), ("1f1b", "B"), ("zb_h1", "W")])
+@pytest.mark.slow(keep=2)
 def test_buckets_start_inside_the_last_backward_of_their_stage_and_not_before(schedule: str, closing: str) -> None:
     log = Log(0.0, 0)
     ran = run_threads(settings(schedule, 2, 4, replicas=2, steps=1, model=MLP, allreduce=SMALL), log.attach)
@@ -146,7 +148,7 @@ def test_what_only_an_early_microbatch_touched_starts_at_reduce() -> None:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 10**6])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b", "zb_v"])
-@pytest.mark.slow(keep=4)
+@pytest.mark.slow
 def test_training_is_that_of_one_process_whatever_the_buckets(schedule: str, bucket_bytes: int) -> None:
     options = {"chunks": 2} if schedule == "interleaved_1f1b" else {}
     wanted = settings(schedule, 2, 4, replicas=2, model=MLP, allreduce=AllReduce(bucket_bytes=bucket_bytes))

@@ -102,6 +102,7 @@ def test_buckets_are_filled_up_to_their_size() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_layout_is_the_same_in_every_process() -> None:
     code = (
         "import torch\nfrom torch import nn\nfrom engine.gradients.layout import cut, fingerprints\n"
@@ -269,6 +270,7 @@ def test_reducers_of_a_rank_share_a_thread_and_go_in_launch_order() -> None:
 
 
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+@pytest.mark.slow(keep=2)
 def test_reductions_and_messages_do_not_disturb_each_other(run: Run) -> None:
     """Two replicas of two stages; each step messages go both ways while the stage before is being reduced."""
     edges = [Edge(a, b, kind) for base in (0, 2) for a, b, kind in ((base, base + 1, "F"), (base + 1, base, "B"))]

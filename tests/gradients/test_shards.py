@@ -50,7 +50,7 @@ def same(sharded: Ran, whole: Ran, bitwise: bool) -> None:
         ("interleaved_1f1b", 2, {"eval": Eval(every=1)}),
     ],
 )
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow
 def test_the_numbers_are_those_without_shards(
     schedule: str, replicas: int, changes: dict[str, Any], optimizer: dict[str, Any]
 ) -> None:
@@ -67,7 +67,7 @@ def test_the_numbers_are_those_without_shards(
 
 @pytest.mark.parametrize("power", [1.0, 2.0, 3.0, None], ids=["1", "2", "3", "inf"])
 @pytest.mark.parametrize(("schedule", "replicas"), [("gpipe", 2), ("1f1b", 3), ("dualpipe", 1), ("chimera", 2)])
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow
 def test_pieces_are_clipped_by_the_norm_of_the_whole(schedule: str, replicas: int, power: float | None) -> None:
     """Small buckets cut parameters apart; two copies of a stage share its optimizer."""
     wanted = settings(schedule, 2, 4, replicas=replicas, model=MLP, clip_norm=0.01, clip_norm_type=power)
@@ -76,7 +76,7 @@ def test_pieces_are_clipped_by_the_norm_of_the_whole(schedule: str, replicas: in
 
 @pytest.mark.parametrize("name", ["parameter_server", "sharded_parameter_server"])
 @pytest.mark.parametrize(("schedule", "replicas"), [("1f1b", 2), ("gpipe", 3), ("zb_h1", 2)])
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow
 def test_servers_train_as_an_all_reduce_does(schedule: str, replicas: int, name: str) -> None:
     wanted = settings(schedule, 2, 4, replicas=replicas, model=MLP, optimizer=ADAM, eval=Eval(every=2))
     served = run_threads(replace(wanted, allreduce=AllReduce(name, bucket_bytes=2000)))
@@ -84,7 +84,7 @@ def test_servers_train_as_an_all_reduce_does(schedule: str, replicas: int, name:
 
 
 @pytest.mark.parametrize("allreduce", ["ring", *DIVISIONS])
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 def test_the_program_lists_what_is_gathered_and_the_trace_shows_it(allreduce: str, tmp_path: Path) -> None:
     """A GATHER of every stage behind each STEP, in the step of a replica without samples too; it is awaited, and so
     recorded, in the step after."""
@@ -111,6 +111,7 @@ def test_without_division_nothing_is_gathered() -> None:
     assert not any({Kind.GATHER, Kind.WAIT_GATHER} & set(r.arrays["spans"][:, 0].tolist()) for r in ran.of("step"))
 
 
+@pytest.mark.slow
 def test_a_server_updates_whole_parameters() -> None:
     """So any optimizer will do; one that looks at rows and columns, say."""
     adafactor = {"_target_": "torch.optim.Adafactor", "lr": 0.1}

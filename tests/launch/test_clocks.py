@@ -119,6 +119,7 @@ def causal(timeline: Timeline, ranks: int) -> bool:
 
 
 @given(st.lists(st.integers(-2 * MS, 2 * MS), min_size=2, max_size=2), st.integers(0, 10**15))
+@pytest.mark.slow
 def test_messages_correct_what_readings_get_wrong(errors: list[int], far: int) -> None:
     """Ranks 1 and 2 on one host, rank 3 on another; their readings are wrong by up to ten times a message's way."""
     true = last_step(PROGRAM)

@@ -278,6 +278,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("override", REFUSALS)
+@pytest.mark.slow(keep=2)
 def test_what_only_the_model_can_tell_is_refused_too(override: str, hurt: Run, engine: Engine) -> None:
     (hurt.folder / "broken.py").write_text("1 / 0\n")
     said = engine(*GIVEN, "launch=threads", override)

@@ -95,7 +95,7 @@ def ends(run: Any, world: int, name: str, victim: int, after: int) -> list[Ended
 @pytest.mark.parametrize("name", ODD)
 @settings(max_examples=6, deadline=None)
 @given(world=st.integers(2, 8), seed=st.integers(0, 10**6), after=st.integers(0, 5))
-@pytest.mark.slow(keep=8)
+@pytest.mark.slow
 def test_a_member_lost_in_the_middle_is_missed_by_all_that_need_it(
     run: Any, name: str, world: int, seed: int, after: int
 ) -> None:

@@ -35,6 +35,7 @@ def job() -> Job:
 
 
 @pytest.mark.parametrize("schedule", sorted({*offered_schedules()} - {"csv"}))
+@pytest.mark.slow(keep=9)
 def test_every_schedule_s_job_arrives_as_it_was(schedule: str) -> None:
     batch = {"global_batch_size": 2} if schedule == "pipedream" else {}
     try:

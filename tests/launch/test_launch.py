@@ -88,6 +88,7 @@ def test_own_error_outweighs_what_others_saw_of_it(records: list[Record]) -> Non
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_killed_worker_is_named_with_its_last_action(records: list[Record]) -> None:
     outcome = run(launched.killed, records)
     assert outcome.error == f"rank 1 (stage 1, micro-batch 3, in 1F3) was killed by SIGKILL ({OUT_OF_MEMORY})"
@@ -104,6 +105,7 @@ def test_killed_worker_is_named_with_its_last_action(records: list[Record]) -> N
         (launched.silent, "rank 1 ended with exit status 0 before the run was over"),
     ],
 )
+@pytest.mark.slow(keep=3)
 def test_a_worker_that_leaves_early_is_a_failure(entry: Callable[..., None], said: str, records: list[Record]) -> None:
     outcome = run(entry, records)
     assert (outcome.status, outcome.error) == ("failed", said)

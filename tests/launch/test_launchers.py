@@ -100,6 +100,7 @@ def alone(folder: Path, *arguments: str, **variables: str) -> tuple[int, str, st
     ],
     ids=lambda value: "-".join(value.values()) or "alone" if isinstance(value, dict) else "",
 )
+@pytest.mark.slow
 def test_a_rank_in_bad_surroundings_says_so_in_a_line(variables: dict[str, str], said: str, tmp_path: Path) -> None:
     code, out, err = alone(tmp_path, "timeout_s=1", **variables)
     assert code == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1 and said in err, err
@@ -115,6 +116,7 @@ def test_a_rank_in_bad_surroundings_says_so_in_a_line(variables: dict[str, str],
         ({}, r"rank 1 of WORLD_SIZE=2 to come to MASTER_ADDR=127\.0\.0\.1 .*waited 0\.5 s .* start every rank"),
     ],
 )
+@pytest.mark.slow(keep=2)
 def test_ranks_that_cannot_meet_say_why(
     variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +127,7 @@ def test_ranks_that_cannot_meet_say_why(
     assert "\n" not in str(refused.value) and capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_what_answers_but_is_no_store_is_told(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +168,7 @@ def test_waiting_is_told_and_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_killed_rank_is_named_with_its_last_action(hurt: Run) -> None:
     hurt.start("model.what=sleep", prefix=TORCHRUN)
     os.kill(hurt.pid_of_second(), signal.SIGKILL)
@@ -177,6 +181,7 @@ def test_a_killed_rank_is_named_with_its_last_action(hurt: Run) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_the_death_of_the_rank_that_reports_is_told_by_the_others(hurt: Run) -> None:
     hurt.start("model.what=sleep", prefix=TORCHRUN)
     second = hurt.pid_of_second()
@@ -197,6 +202,7 @@ def _ranks_of(pid: int) -> list[int]:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_an_interrupted_launcher_is_no_failure(hurt: Run) -> None:
     hurt.start("model.what=sleep", prefix=TORCHRUN)
     hurt.pid_of_second()
@@ -229,6 +235,7 @@ BROKEN = (
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_the_second_attempt_trains_in_a_folder_of_its_own(hurt: Run) -> None:
     """Its ranks meet each other, not what the first attempt left in the launcher's store."""
     code_file = hurt.folder / "mine.py"
@@ -255,6 +262,7 @@ print(together.size(), value.item())
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_plain_loop_meets_at_rank_0_s_own_store(tmp_path: Path) -> None:
     """Where no launcher keeps one."""
     started = os.environ | {"PYTHONPATH": str(ROOT)} | WORLD | {"MASTER_PORT": str(free_port())}

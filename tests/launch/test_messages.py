@@ -83,6 +83,7 @@ def last_line(text: str) -> str:
         ("object", "(x, 1)", "(x, object())", "position 1: object instead of 1", "as a tensor"),
     ],
 )
+@pytest.mark.slow(keep=1)
 def test_a_changed_boundary_names_the_layer_in_one_line_with_advice_that_fits(
     engine: Engine, name: str, usual: str, other: str, differs: str, advice: str
 ) -> None:
@@ -150,6 +151,7 @@ class Batched(Rows):
         ("Batched", "raises", "cannot be loaded: LookupError: no such"),
     ],
 )
+@pytest.mark.slow
 def test_an_error_in_a_data_set_names_the_sample(
     engine: Engine, in_process: Engine, kind: str, fault: str, says: str, workers: int
 ) -> None:
@@ -261,6 +263,7 @@ def none(**_):
         ("lazy norm", "give it its sizes"),
     ],
 )
+@pytest.mark.slow(keep=2)
 def test_a_layer_that_cannot_be_known_before_the_run_is_refused_with_the_remedy(
     engine: Engine, what: str, remedy: str
 ) -> None:

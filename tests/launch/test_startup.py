@@ -45,6 +45,7 @@ def constant(optimizer):
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_no_process_of_a_run_imports_what_only_compiling_needs(tmp_path: Path) -> None:
     (tmp_path / "witness.py").write_text(WITNESS)
     code = """
@@ -71,6 +72,7 @@ def test_a_plan_imports_no_torch(tmp_path: Path) -> None:
     assert python(code, "mode=plan", "hydra.run.dir=plan", cwd=tmp_path).endswith("[]\n")
 
 
+@pytest.mark.slow
 def test_training_needs_no_compiler_and_compiling_still_works() -> None:
     code = f"""{PUT_OFF}
 from torch import nn
@@ -108,6 +110,7 @@ def test_whatever_else_is_asked_of_it_imports_the_compiler(need: str) -> None:
     assert python(code) == "right\n"
 
 
+@pytest.mark.slow
 def test_what_is_disabled_before_stays_out_of_a_compilation_after() -> None:
     code = f"""{PUT_OFF}
 import torch._dynamo
@@ -123,11 +126,13 @@ print(traced)
     assert python(code) == "[False, False]\n"
 
 
+@pytest.mark.slow
 def test_a_compiler_that_is_imported_already_is_left_alone() -> None:
     code = "import torch._dynamo as real\nimport sys\nfrom engine.pipeline.lazy_dynamo import put_off\nput_off()\n"
     assert python(code + "print(sys.modules['torch._dynamo'] is real)") == "True\n"
 
 
+@pytest.mark.slow
 def test_the_end_collects_no_garbage() -> None:
     """A collection goes through every object there is, several times at the end: seconds, after the last word."""
     code = """

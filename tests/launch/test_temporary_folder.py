@@ -43,6 +43,7 @@ def deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_run_with_a_loader_needs_no_short_temporary_folder(deep: Path, tmp_path: Path) -> None:
     before = set(Path("/tmp").glob("engine-*"))
     arguments = ["model=mlp", "data=synthetic", "data.workers=1", "train.steps=2", f"hydra.run.dir={tmp_path / 'run'}"]
@@ -109,6 +110,7 @@ def _nothing(record: Record) -> None:
     ],
     ids=["completed", "killed", "interrupted", "raised"],
 )
+@pytest.mark.slow(keep=2)
 def test_the_folder_where_ranks_meet_goes_with_the_run(
     entry: Any, on_record: Callable[[Record], None], status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

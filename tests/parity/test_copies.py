@@ -73,7 +73,7 @@ def steps_of(ran: Ran) -> list[Step]:
 @each
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(("optimizer", "allreduce"), [(SGD, "ring"), (ADAM, "native")], ids=["sgd-ring", "adam-native"])
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=1)
 def test_equals_one_process_and_copies_stay_equal(
     schedule: str, ranks: int, microbatches: int, replicas: int, optimizer: dict[str, Any], allreduce: str
 ) -> None:
@@ -100,7 +100,7 @@ def test_equals_one_process_and_copies_stay_equal(
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(("schedule", "ranks", "microbatches"), [("dualpipe", 2, 4), ("chimera", 4, 4)])
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=1)
 def test_every_parameter_is_counted_once(
     schedule: str, ranks: int, microbatches: int, replicas: int, clip_norm: float | None
 ) -> None:
@@ -143,6 +143,7 @@ def test_the_reduction_shows_in_trace_and_account(replicas: int) -> None:
     assert (result := measure.result()) is not None and result.costs is not None
 
 
+@pytest.mark.slow
 def test_evaluation_goes_one_way_and_counts_every_sample_once() -> None:
     given = wanted("dualpipe", 4, 8, 2, eval=Eval(1, 6))
     found = []
@@ -174,6 +175,7 @@ def states(ran: Ran, rank: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.slow(keep=1)
 def test_evaluation_uses_the_statistics_of_the_first_copy(replicas: int) -> None:
     given = wanted("chimera", 2, 4, replicas, model=NORMED, eval=Eval(0))
     ran = run_threads(given)
@@ -194,6 +196,7 @@ def test_evaluation_uses_the_statistics_of_the_first_copy(replicas: int) -> None
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.slow(keep=1)
 def test_dropout_and_accumulation_equal_one_process(accumulate: int) -> None:
     """Masks belong to micro-batches, not to ranks."""
     model = {"_target_": "toys.mlp4", "p": 0.4, "loss": {"_target_": "toys.TokenLoss"}}

@@ -91,7 +91,7 @@ def wanted(schedule: str, ranks: int, microbatches: int, how: str | None = None,
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(("schedule", "ranks", "microbatches"), PAIRED)
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow
 def test_trains_as_without(schedule: str, ranks: int, microbatches: int, how: str) -> None:
     """Bitwise, whatever is done first: a backward adds to gradients, a forward only reads weights."""
     given = wanted(schedule, ranks, microbatches, how)
@@ -229,6 +229,7 @@ def traced(ran: Ran) -> Timeline:
 
 
 @pytest.mark.parametrize("how", [None, "test_pairs.between"])
+@pytest.mark.slow(keep=1)
 def test_pairs_of_a_run_are_those_of_the_program(how: str | None) -> None:
     program = build("dualpipe", 4, 8)
     timeline = traced(run_threads(wanted("dualpipe", 4, 8, how)))

@@ -61,7 +61,7 @@ def test_equals_one_process(ranks: int, microbatches: int, optimizer: dict[str, 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
 @pytest.mark.parametrize(("ranks", "microbatches"), list(itertools.product(RANKS, MICROBATCHES)))
-@pytest.mark.slow(keep=4)
+@pytest.mark.slow(keep=1)
 def test_replicas_equal_one_process(ranks: int, microbatches: int, optimizer: dict[str, object]) -> None:
     """R = 2, 19 samples: replicas with different shares, a short last batch after two steps."""
     base = clipped(ranks, microbatches, 2, optimizer, global_batch_size=19, samples=40)

@@ -71,6 +71,7 @@ def test_equals_one_process(schedule: str, ranks: int, replicas: int, optimizer:
 
 
 @pytest.mark.parametrize("microbatches", [3, 4, 6, 8, 10])
+@pytest.mark.slow(keep=2)
 def test_interleaving_takes_any_number_of_microbatches(microbatches: int) -> None:
     """Four ranks of two chunks; also where the number is no multiple of the ranks (CASES C010)."""
     ran = run_threads(wanted("interleaved_1f1b", 4, microbatches, 1, "sgd"))

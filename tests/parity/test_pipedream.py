@@ -61,7 +61,7 @@ def compare(ran: Ran, wanted: Settings) -> None:
 @either
 @each
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.slow(keep=7)
+@pytest.mark.slow(keep=2)
 def test_equals_the_delayed_updates_of_one_process_bitwise(
     ranks: int, schedule: dict[str, Any], optimizer: dict[str, Any]
 ) -> None:
@@ -71,7 +71,7 @@ def test_equals_the_delayed_updates_of_one_process_bitwise(
 
 
 @each
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 def test_a_run_drains_for_each_evaluation_and_at_the_end(schedule: dict[str, Any]) -> None:
     """Windows of 3, 3 and 2 updates: each begins with nothing in flight and one version of the weights."""
     held_out = {"_target_": "toys.Tokens", "samples": 60, "evaluation": {"samples": 23}}
@@ -86,6 +86,7 @@ def test_a_run_drains_for_each_evaluation_and_at_the_end(schedule: dict[str, Any
 
 
 @each
+@pytest.mark.slow(keep=1)
 def test_replicas_train_as_one_process_does(schedule: dict[str, Any]) -> None:
     """R = 2 with shares of different sizes: replicas stay equal, and the sum of gradients is that of the batch."""
     wanted = asynchronous(schedule, 3, replicas=2, global_batch_size=9, data={"_target_": "toys.Tokens", "samples": 36})
@@ -121,6 +122,7 @@ def test_running_statistics_follow_the_forwards() -> None:
 
 
 @each
+@pytest.mark.slow(keep=2)
 def test_the_rate_of_each_update_is_the_schedulers(schedule: dict[str, Any]) -> None:
     scheduler = {"_target_": "torch.optim.lr_scheduler.ExponentialLR", "gamma": 0.5}
     wanted = asynchronous(schedule, 3, lr_scheduler=scheduler)
@@ -133,7 +135,7 @@ def test_the_rate_of_each_update_is_the_schedulers(schedule: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @each
-@pytest.mark.slow(keep=4)
+@pytest.mark.slow(keep=1)
 def test_a_layer_that_is_recomputed_reads_the_weights_of_its_forward(schedule: dict[str, Any], reentrant: bool) -> None:
     """The trap: a swap of the weights around the forward alone lets the recomputation read newer ones, silently."""
     model = {"_target_": "toys.mlp4", "loss": {"_target_": "toys.TokenLoss"}}
@@ -144,6 +146,7 @@ def test_a_layer_that_is_recomputed_reads_the_weights_of_its_forward(schedule: d
 
 
 @pytest.mark.parametrize("target", ["toys.recurrent", "toys.tied_inside", "toys.partly_frozen", "toys.sequential"])
+@pytest.mark.slow(keep=3)
 def test_layers_that_hold_weights_in_unusual_ways(target: str) -> None:
     """A recurrent layer's own list of weights, a weight used twice, frozen weights, an nn.Sequential."""
     wanted = asynchronous(PIPEDREAM, 3, model={"_target_": target, "loss": {"_target_": "toys.TokenLoss"}})
@@ -162,6 +165,7 @@ def test_a_layer_that_hides_its_weights_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "kept"), [(PIPEDREAM, [4, 3, 2, 1]), (VERTICAL, [4] * 4), (TWO_BUFFERS, [2] * 4)])
+@pytest.mark.slow(keep=2)
 def test_versions_and_staleness_are_those_of_the_papers_and_measured(schedule: dict[str, Any], kept: list[int]) -> None:
     """C040. Counted in memory: each version is a storage of its own, the newest is the optimizer's."""
     most = [0] * 4
@@ -257,6 +261,7 @@ def test_a_file_with_updates_between_micro_batches_is_refused(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("schedule", "behind", "kept"), [(PIPEDREAM, [2, 1, 0], [3, 2, 1]), (TWO_BUFFERS, [1] * 3, [2] * 3)]
 )
+@pytest.mark.slow(keep=1)
 def test_the_report_says_what_kind_of_training_it_was(
     schedule: dict[str, Any], behind: list[int], kept: list[int], tmp_path: Path
 ) -> None:

@@ -31,7 +31,7 @@ def expected(request: pytest.FixtureRequest) -> Expected:
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-@pytest.mark.slow(keep=11)
+@pytest.mark.slow(keep=3)
 def test_training_equals_one_process_with_each_all_reduce(name: str, expected: Expected) -> None:
     replicas, (state, losses) = expected
     ran = run_threads(replace(base(replicas), allreduce=AllReduce(name, bucket_bytes=300)))

@@ -28,7 +28,7 @@ SCHEDULES = ("naive", "gpipe", "1f1b")
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 4), (3, 2), (4, 8), (4, 2)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.slow(keep=10)
+@pytest.mark.slow(keep=6)
 def test_in_flight_is_exactly_the_schedules(schedule: str, ranks: int, microbatches: int) -> None:
     """Live graphs, counted by weak references to the real outputs' graphs, not by the engine."""
     alive: list[dict[int, int]] = [{"now": 0, "peak": 0} for _ in range(ranks)]  # type: ignore[misc]
@@ -103,7 +103,7 @@ def test_memory_does_not_grow_with_steps(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["transposed", "sliced", "expanded", "dict", "hollow"])
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=2)
 def test_unusual_boundaries(how: str) -> None:
     model = {"_target_": "toys.odd_boundary", "how": how, "loss": {"_target_": "toys.TokenLoss"}}
     base = settings("1f1b", 2, 3, model=model, partition={"name": "manual", "split": ["begins"]}, global_batch_size=7)
@@ -118,6 +118,7 @@ def test_unusual_boundaries(how: str) -> None:
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("always", [True, False])
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 4), ("zb_v", 2)])
+@pytest.mark.slow(keep=3)
 def test_gradients_that_an_operator_swallows(schedule: str, ranks: int, always: bool, replicas: int) -> None:
     """Where a stage ends does not decide whether the layers before have a gradient (weight decay is on)."""
     model = {"_target_": "toys.closed", "always": always, "loss": {"_target_": "toys.TokenLoss"}}
@@ -141,6 +142,7 @@ def test_a_branch_used_by_one_microbatch_of_one_replica() -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.slow
 def test_dropout_depends_on_neither_ranks_nor_schedule(replicas: int) -> None:
     model = {"_target_": "toys.mlp4", "p": 0.4, "loss": {"_target_": "toys.TokenLoss"}}
     base = settings("gpipe", 1, 4, replicas, model=model)
@@ -175,6 +177,7 @@ def test_initial_weights_depend_on_the_seed_and_the_layer_only() -> None:
 
 @pytest.mark.parametrize("accumulate", [2, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.slow(keep=3)
 def test_accumulation_equals_one_pass(schedule: str, accumulate: int) -> None:
     base = settings(schedule, 2, 2, accumulate=accumulate, global_batch_size=13, clip_norm=0.05)
     expected, losses = plain(base, microbatched=True)
@@ -196,7 +199,7 @@ def test_short_last_batches_train(replicas: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 7])
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 def test_small_batches_train(batch: int) -> None:
     """Every number of micro-batches that fits, replicas with unequal shares, a shorter last batch of an epoch."""
     for replicas in range(1, min(batch, 3) + 1):
@@ -220,6 +223,7 @@ def test_fewer_samples_than_a_batch_train(samples: int, microbatches: int) -> No
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.slow
 def test_what_is_logged_depends_on_no_layout(schedule: str) -> None:
     """Loss and gradient norm of every step are those of one process on the whole batch, ignored targets and all."""
     layouts = [(1, 1, 1), (1, 8, 1), (4, 4, 1), (1, 1, 4), (2, 2, 2), (2, 3, 1)]  # ranks, micro-batches, replicas
@@ -246,6 +250,7 @@ def test_reduced_bytes_do_not_depend_on_microbatches() -> None:
 
 @pytest.mark.parametrize("allreduce", ["ring", "native"])
 @pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
+@pytest.mark.slow
 def test_timing_moves_no_bit(schedule: str, allreduce: str) -> None:
     """P = 2, R = 2, dropout and clipping: the same run again, with ranks held up at random."""
 
@@ -282,6 +287,7 @@ def test_a_batch_in_which_nothing_counts_changes_nothing(replicas: int) -> None:
     assert [r.meta["loss_sum"] for r in ran.of("step") if r.meta["loss_sum"] is not None] == [0.0] * 3 * replicas
 
 
+@pytest.mark.slow
 def test_evaluation_counts_exactly_and_leaves_training_alone() -> None:
     data = {"_target_": "toys.Tokens", "evaluation": {"samples": 13}}
     model = {"_target_": "toys.normed", "loss": {"_target_": "toys.TokenLoss"}}

@@ -72,6 +72,7 @@ def test_the_losses_are_those_of_one_process(schedule: str, jobs: dict[str, Job]
 
 
 @each
+@pytest.mark.slow
 def test_the_trace_shows_the_program_and_its_messages(schedule: str, jobs: dict[str, Job]) -> None:
     """Each computation of the plan once, on its rank, W too; a SEND and a RECV for each message, and no other."""
     job = jobs[schedule]
@@ -87,7 +88,7 @@ def test_the_trace_shows_the_program_and_its_messages(schedule: str, jobs: dict[
 
 
 @each
-@pytest.mark.slow(keep=9)
+@pytest.mark.slow(keep=5)
 def test_report_picture_and_memory(schedule: str, jobs: dict[str, Job]) -> None:
     job = jobs[schedule]
     summary, plan = job.summary, job.json("plan.json")

@@ -64,7 +64,7 @@ UNET = {"_target_": "test_skips.unet", "loss": {"_target_": "toys.TokenLoss"}}
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v"])
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.slow(keep=4)
+@pytest.mark.slow(keep=1)
 def test_a_link_over_a_stage_trains_as_in_one_process(schedule: str, replicas: int) -> None:
     wanted: dict[str, Any] = {"model": UNET, "optimizer": ADAM, "clip_norm": 0.05, "global_batch_size": 10}
     given = settings(schedule, 3, 4, replicas, **wanted)
@@ -76,7 +76,7 @@ def test_a_link_over_a_stage_trains_as_in_one_process(schedule: str, replicas: i
 
 
 @pytest.mark.parametrize("name", ["layer2.0.conv2", "layer2.0.bn3", "layer3.1.conv1"])
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow
 def test_a_cut_inside_a_residual_block_is_refused(name: str, engine: Engine) -> None:
     """A block is one layer: a name inside of it is none, and nothing is rewritten to make it one."""
     said = engine("launch=threads", "device=cpu", "partition=manual", f"partition.split=[{name}]")

@@ -74,7 +74,7 @@ def test_any_valid_program_equals_one_process(program: Program) -> None:
 
 @pytest.mark.parametrize(("behind", "every"), [(0, 1), (1, 1), (2, 1), (99, 1), (1, 2)])
 @pytest.mark.parametrize(("schedule", "ranks", "microbatches"), [("1f1b", 3, 5), ("gpipe", 2, 4), ("1f1b", 1, 3)])
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow
 def test_weight_gradients_put_off(schedule: str, ranks: int, microbatches: int, behind: int, every: int) -> None:
     program = halved(build(schedule, ranks, microbatches), behind, every)
     ran, wanted = run_program(program, clip_norm=0.05, data={"_target_": "toys.Tokens", "samples": 41})
@@ -100,7 +100,7 @@ def test_weight_gradients_put_off(schedule: str, ranks: int, microbatches: int, 
     ],
     ids=["dropout", "sometimes", "norms", "dict", "in place", "accumulate"],
 )
-@pytest.mark.slow(keep=5)
+@pytest.mark.slow(keep=3)
 def test_odd_models(model: dict[str, Any], changes: dict[str, Any]) -> None:
     model = {**model, "loss": {"_target_": "toys.TokenLoss"}}
     ran, wanted = run_program(halved(build("1f1b", 2, 4), 1), model=model, **changes)
@@ -113,7 +113,7 @@ GPT = {"_target_": "models.gpt.gpt", "context": 8, "layers": 2, "width": 8, "hea
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("schedule", ["zb_h1", "zb_v"])
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=1)
 def test_a_transformer(schedule: str, precision: str) -> None:
     """Also under autocast the weights are those of whole backwards."""
     model = {**GPT, "loss": {"_target_": "models.gpt.NextTokenLoss"}}
@@ -182,11 +182,13 @@ def peaks(ran: Ran) -> list[int]:
     return [max(r.meta["peak_activation_bytes"] for r in ran.of("step") if r.meta["rank"] == rank) for rank in ranks]
 
 
+@pytest.mark.slow
 def test_memory_is_flat_in_microbatches() -> None:
     found = [peaks(run_program(halved(build("1f1b", 3, m), 1), global_batch_size=2 * m)[0]) for m in (4, 8, 16)]
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.slow
 def test_what_waits_for_its_weight_gradients_is_counted() -> None:
     """The later W comes, the more is kept; halves done one after the other keep what the whole keeps."""
 

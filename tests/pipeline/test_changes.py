@@ -20,6 +20,7 @@ def wanted(
 
 
 @pytest.mark.parametrize(("schedule", "ranks"), [("naive", 2), ("gpipe", 1), ("1f1b", 3), ("zb_h1", 2)])
+@pytest.mark.slow(keep=3)
 def test_an_embedding_with_a_largest_norm_equals_one_process(schedule: str, ranks: int) -> None:
     run = wanted("bounded", schedule, ranks)
     ran, (state, losses) = run_threads(run), plain(run, microbatched=True)
@@ -51,6 +52,7 @@ def test_a_change_of_what_an_earlier_backward_needs_is_refused(how: str, schedul
 
 @pytest.mark.parametrize("how", ["buffer", "weight", "data"])
 @pytest.mark.parametrize(("schedule", "ranks", "microbatches"), [("naive", 2, 4), ("gpipe", 2, 1)])
+@pytest.mark.slow(keep=2)
 def test_it_may_be_changed_where_no_backward_is_left_to_come(
     how: str, schedule: str, ranks: int, microbatches: int
 ) -> None:
@@ -61,6 +63,7 @@ def test_it_may_be_changed_where_no_backward_is_left_to_come(
 
 @pytest.mark.parametrize("how", ["copy", "replaced", "unused"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.slow(keep=3)
 def test_a_copy_may_be_used(how: str, schedule: str) -> None:
     run = wanted("quantized", schedule, how=how)
     ran, (state, losses) = run_threads(run), plain(run, microbatched=True)

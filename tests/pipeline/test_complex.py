@@ -30,6 +30,7 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance:
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("fp64", torch.complex128), ("fp32", torch.complex64), ("bf16", torch.complex64)]
 )
+@pytest.mark.slow(keep=2)
 def test_a_table_of_complex_numbers_keeps_its_imaginary_part(precision: str, dtype: torch.dtype) -> None:
     """And numbers of other kinds are left as they are."""
     ran = run_threads(wanted("rotary", precision=precision))
@@ -81,6 +82,7 @@ def _rotary_by_hand(run: Any) -> tuple[dict[str, Tensor], list[float]]:
     ("schedule", "ranks", "replicas"), [("gpipe", 2, 1), ("zb_h1", 2, 1), ("1f1b", 3, 2), ("dualpipe", 2, 1)]
 )
 @pytest.mark.parametrize("target", ["rotary", "spectral"])
+@pytest.mark.slow(keep=2)
 def test_complex_parameters_train_as_in_one_process(target: str, schedule: str, ranks: int, replicas: int) -> None:
     """Trained tables, complex layers and complex inputs: products, reductions, norms and boundaries."""
     model = {"trained": True} if target == "rotary" else {}

@@ -65,6 +65,7 @@ def shares(job: Job, workers: int, steps: int) -> dict[tuple[int, int], Share]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.slow(keep=1)
 def test_augmentations_agree_within_a_replica_and_differ_between_them(workers: int) -> None:
     steps = 3
     job = prepare(settings("gpipe", 2, 2, replicas=2, steps=steps, global_batch_size=8), ".", ".")

@@ -54,6 +54,7 @@ WEIGHTED = torch.tensor(WEIGHT, dtype=torch.float64)
     ("schedule", "ranks", "microbatches", "replicas"), [("1f1b", 2, 4, 1), ("gpipe", 2, 3, 2), ("zb_h1", 3, 5, 1)]
 )
 @pytest.mark.parametrize("name", ["class", "function", "pos_weight"])
+@pytest.mark.slow(keep=3)
 def test_weights_in_a_list_are_torchs_own_over_the_whole_batch(
     name: str, schedule: str, ranks: int, microbatches: int, replicas: int
 ) -> None:
@@ -90,6 +91,7 @@ def test_weights_of_another_length_are_refused_for_that() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1"])
+@pytest.mark.slow(keep=2)
 def test_outputs_with_time_first_train_as_torchs_mean(schedule: str) -> None:
     """Twelve frames, micro-batches of four samples: dimension 0 is not the batch."""
     run = wanted({"_target_": "peculiar.spelt"}, "peculiar.Spoken", "time", schedule, 2, 4, model={"classes": 6})
@@ -115,6 +117,7 @@ def divided(loss: str, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("how", DIVIDED)
 @pytest.mark.parametrize("loss", ["contrast", "standardized", "careless", "batched"])
+@pytest.mark.slow(keep=9)
 def test_a_loss_that_does_not_add_up_is_refused_where_the_batch_is_divided(loss: str, how: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"model.loss does not add up over samples \(8 at once give") as caught:
         prepare(divided(loss, **how), ".", ".")
@@ -204,6 +207,7 @@ def mlp_by_hand(run: Any, loss: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("loss", ["Careful", "regression", "Centred", "sampled"])
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.slow(keep=6)
 def test_a_loss_that_adds_up_is_divided(loss: str, precision: str) -> None:
     """Means over what they say that they count, sums with counts, a state, numbers that are drawn."""
     assert prepare(divided(loss, microbatches=4, replicas=2, precision=precision), ".", ".")

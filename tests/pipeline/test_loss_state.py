@@ -106,6 +106,7 @@ def draws(*args: Any, **changes: Any) -> Ran:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_v"])
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.slow(keep=2)
 def test_what_a_loss_draws_follows_from_the_seed_alone(schedule: str, ranks: int) -> None:
     """Whatever P and the schedule, beside layers that draw too; evaluations and counts likewise."""
     if schedule == "zb_v" and ranks == 1:

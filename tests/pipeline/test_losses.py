@@ -80,6 +80,7 @@ CLASSIFICATIONS = {
 
 @pytest.mark.parametrize("name", CLASSIFICATIONS)
 @given(cuts=cut_lists, places=st.sampled_from([(), (3,), (2, 2)]), seed=st.integers(0, 99))
+@pytest.mark.slow(keep=6)
 def test_cross_entropy_in_pieces_is_torchs_mean(name: str, cuts: list[int], places: tuple[int, ...], seed: int) -> None:
     keywords, ignored = CLASSIFICATIONS[name]
     loss = nn.CrossEntropyLoss(**keywords)
@@ -121,7 +122,7 @@ OTHERS: dict[str, tuple[nn.Module, Callable[[Tensor], Tensor]]] = {
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides the total loss by both the batch size:UserWarning")
 @pytest.mark.parametrize("name", OTHERS)
 @given(cuts=cut_lists)
-@pytest.mark.slow(keep=14)
+@pytest.mark.slow(keep=8)
 def test_the_others_in_pieces_are_torchs_mean(name: str, cuts: list[int]) -> None:
     loss, as_target = OTHERS[name]
     output, target = numbers(11, 5), as_target(numbers(11, 5, seed=2))

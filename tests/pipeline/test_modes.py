@@ -30,6 +30,7 @@ def assert_frozen(ran: Ran, layers: str) -> None:
 @pytest.mark.parametrize(("how", "layers"), [("flag", "a"), ("whole", "b")])
 @pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.slow(keep=3)
 def test_what_its_maker_left_in_evaluation_stays_there(how: str, layers: str, every: int, schedule: str) -> None:
     """From the first step on, and after evaluations: what one process trains that never calls `train()`."""
     ran = run_threads(wanted(how, every, schedule))

@@ -124,6 +124,7 @@ def test_a_measure_leaves_out_the_first_step_and_sums_the_others() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "dualpipe_v"])
+@pytest.mark.slow(keep=2)
 def test_a_run_records_when_each_bucket_was_ready(schedule: str) -> None:
     wanted = settings(schedule, 2, 4, replicas=2, steps=2, model=MLP, allreduce=EVERY_GRADIENT)
     ran = run_threads(replace(wanted, schedule={"name": schedule}))

@@ -21,6 +21,7 @@ def ran_with(reentrant: bool, schedule: str, ranks: int = 2, replicas: int = 1, 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zb_v", "interleaved_1f1b"])
+@pytest.mark.slow(keep=1)
 def test_masks_drawn_again_are_those_of_the_forward(reentrant: bool, schedule: str) -> None:
     """Beside threads that draw at the same time."""
     ran = ran_with(reentrant, schedule)
@@ -36,6 +37,7 @@ def test_masks_drawn_again_with_several_versions_of_the_weights(schedule: str) -
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.slow(keep=2)
 def test_counting_what_a_forward_leaves_runs_no_layer_again(reentrant: bool, schedule: str) -> None:
     """Each layer twice for each micro-batch, and of each its input alone is kept."""
     ran = ran_with(reentrant, schedule)

@@ -125,7 +125,7 @@ def test_linear_of_a_weight_that_lies_column_after_column(precision: None) -> No
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.slow(keep=62)
+@pytest.mark.slow(keep=43)
 def test_convolutions(precision: None, dims: int, groups: int, mode: Any) -> None:
     if dims == 3 and mode == "reflect":
         mode = "zeros"

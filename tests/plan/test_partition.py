@@ -22,6 +22,7 @@ def loads(split: tuple[int, ...], costs: list[float]) -> list[float]:
 
 
 @pytest.mark.parametrize("cost", [1, 0, 0.1, 1e9 / 3])
+@pytest.mark.slow(keep=3)
 def test_equal_layers_are_shared_evenly(cost):
     """C073: all (L, P) with 1 <= P <= L <= 40."""
     for layers in range(1, 41):

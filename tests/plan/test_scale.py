@@ -55,7 +55,7 @@ def per_action(name: str, ranks: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.slow(keep=11)
+@pytest.mark.slow(keep=6)
 def test_work_is_linear_in_the_number_of_actions(name: str) -> None:
     small, large = per_action(name, SMALL), per_action(name, LARGE)
     for step, count in large.items():

@@ -74,7 +74,7 @@ def test_an_unknown_schedule_is_refused_with_the_known_ones():
 
 @pytest.mark.parametrize("ranks", range(1, 7))
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.slow(keep=32)
+@pytest.mark.slow(keep=21)
 def test_every_size_is_proven_or_refused_with_a_sentence(name, ranks):
     """Also with its communication; and where a size is refused, one of the sizes that the sentence names is not."""
     for microbatches in range(1, 14):

@@ -77,6 +77,7 @@ def test_two_buffers_are_two_and_one_update_old(p, more, count):
 
 
 @given(st.integers(1, 5), st.lists(st.integers(1, 7), min_size=1, max_size=8))
+@pytest.mark.slow
 def test_updates_of_any_size_are_proven(p, updates):
     """The end of an epoch brings short ones, in any place."""
     program = proven(two_buffers(p, updates))

@@ -172,6 +172,7 @@ def forms(program: Program) -> list[Program]:
 
 
 @given(st.one_of(scheduled(), executed()))
+@pytest.mark.slow
 def test_valid_programs_are_accepted_in_every_form(program):
     for form in forms(program):
         assert runs(form)

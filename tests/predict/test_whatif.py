@@ -42,6 +42,7 @@ SYNCHRONOUS = [name for name in synchronous() if not SCHEDULES[name].complaint(4
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "naive", "interleaved_1f1b", "chimera"])
+@pytest.mark.slow(keep=3)
 def test_the_run_itself_is_given_back(schedule: str) -> None:
     base = ran(schedule, 2, 4, transfer=MS // 4)
     predictor = Predictor(base)
@@ -52,7 +53,7 @@ def test_the_run_itself_is_given_back(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
-@pytest.mark.slow(keep=5)
+@pytest.mark.slow(keep=2)
 def test_another_schedule_takes_what_a_run_of_it_takes(name: str) -> None:
     """Equal stages, so that cutting a stage in v parts is the same as a run with v times as many."""
     base, other = ran("1f1b", 4, 8), ran(name, 4, 8)
@@ -126,6 +127,7 @@ def test_one_size_of_micro_batches_gives_bounds_and_no_prediction() -> None:
 
 
 @pytest.mark.parametrize("per_row", [None, 100_000])
+@pytest.mark.slow(keep=1)
 def test_two_sizes_tell_fixed_costs_from_those_of_a_sample(per_row: int | None) -> None:
     base, other = ran("gpipe", 2, 4, per_row=per_row), ran("gpipe", 2, 8, per_row=per_row)
     predictor = Predictor(base, [other])

@@ -85,6 +85,7 @@ def test_another_run_tells_the_size_of_micro_batches(tmp_path: Path, capsys: pyt
     assert "pipeline.microbatches=8" in said and f"With the costs of {two}" in said
 
 
+@pytest.mark.slow
 def test_jobs_of_a_sweep_are_found_by_themselves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for job, microbatches in enumerate((4, 8)):
         finished(tmp_path / str(job), job_of("gpipe", 2, microbatches))
@@ -112,6 +113,7 @@ def test_a_sweep_is_compared_anew(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "2 jobs: 2 completed" in (tmp_path / "comparison.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_of_another_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = finished(tmp_path / "1"), finished(tmp_path / "2", job_of(layers=2))
     assert f"{two} says nothing of {one}: its model has other layers (4 instead of 2)" in refused(
@@ -172,6 +174,7 @@ def test_a_short_last_batch_tells_the_size_too(tmp_path: Path, capsys: pytest.Ca
     assert "pipeline.microbatches=8" in said and "55.0" in said  # as long for 8 samples as for 16
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "engine.report", str(finished(tmp_path / "run"))]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -181,6 +184,7 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
         assert process.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_it_answers_without_torch_and_says_how_it_is_used(tmp_path: Path) -> None:
     run = finished(tmp_path / "run")
     code = "import sys; sys.modules['torch'] = sys.modules['hydra'] = None\n"
@@ -195,6 +199,7 @@ def test_it_answers_without_torch_and_says_how_it_is_used(tmp_path: Path) -> Non
     assert ended.value.code == 0
 
 
+@pytest.mark.slow
 def test_a_real_run_answers(engine: Engine) -> None:
     """Of layers that sleep; their times are not looked at, only what they add up to."""
     listed = "[1,1,2,2]"
@@ -217,6 +222,7 @@ def test_a_real_run_answers(engine: Engine) -> None:
     assert predicted["naive"]["step"] > found["baseline"]["step"]
 
 
+@pytest.mark.slow
 def test_a_real_run_with_a_divided_optimizer_answers(engine: Engine) -> None:
     """Parameters arrive late: that is in its costs, and in what is predicted of itself."""
     keys = ["model=mlp", "data=synthetic", "launch=threads", "pipeline.ranks=1", "data_parallel.replicas=2"]
@@ -267,6 +273,7 @@ def test_costs_that_are_not_whole_are_refused(lacking: str, tmp_path: Path, caps
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_its_reader_may_go(tmp_path: Path) -> None:
     folder = finished(tmp_path / "run")
     command = f"set -o pipefail; {sys.executable} -m engine.report {folder} | true"

@@ -136,6 +136,7 @@ def test_one_session_with_values_and_metrics(tmp_path: Path) -> None:
     assert tags == set(METRICS) <= set(read(tmp_path).Tags()["scalars"])  # a metric without a scalar shows nothing
 
 
+@pytest.mark.slow
 def test_a_sweep_has_one_session_per_job_and_the_same_keys(tmp_path: Path) -> None:
     jobs = [
         recorded.job("gpipe", 2, 4),
@@ -156,6 +157,7 @@ def test_a_sweep_has_one_session_per_job_and_the_same_keys(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("status", "end"), [("completed", ["SUCCESS"]), ("failed", ["FAILURE"]), ("interrupted", [])])
+@pytest.mark.slow(keep=2)
 def test_a_session_ends_as_the_run_did(status: str, end: list[str], tmp_path: Path) -> None:
     finished(tmp_path, status=status)
     assert len(plugin_data(tmp_path, HPARAMS[1])) == 1
@@ -230,6 +232,7 @@ def ample(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("ample")
+@pytest.mark.slow
 def test_documents_of_long_runs_are_bounded_and_the_last_step_is_there(tmp_path: Path) -> None:
     found = read(finished(tmp_path, recorded.job("gpipe", 1, 1), steps=72))
     steps = [int(tag.removeprefix(tag_of(0)[:-1])) for tag in found.Tags()["tensors"] if tag.startswith(PLUGIN)]

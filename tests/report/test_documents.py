@@ -23,6 +23,7 @@ NEEDS = {"F": ("WAIT_F", "SEND_F", -1), "B": ("WAIT_B", "SEND_B", 1), "I": ("WAI
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+@pytest.mark.slow(keep=1)
 def test_every_message_of_a_real_run_can_be_followed(schedule: str, engine: Engine) -> None:
     said = engine(*SMALL, f"schedule={schedule}")
     assert said.code == 0, said.err

@@ -198,6 +198,7 @@ def test_markup_is_escaped_unless_it_is_markup() -> None:
 
 @pytest.mark.skipif(browser.find_chromium() is None, reason="needs Chromium")
 @pytest.mark.process
+@pytest.mark.slow
 def test_in_a_browser_it_opens_sorts_and_lights_up(tmp_path: Path) -> None:
     rows = [row(j, f"schedule={s}", f"a={j}", schedule=s, step=step, total=1000 * (3 - j))
             for j, (s, step) in enumerate([("gpipe", 0.09), ("1f1b", 1.2), (HOSTILE[:60], 0.3)])]  # fmt: skip

@@ -104,6 +104,7 @@ def test_nothing_can_be_changed(route: str, method: str, board: tuple[str, Path]
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_run_that_goes_on_gets_its_new_steps(board: tuple[str, Path]) -> None:
     going_on = Running(board[1] / "late", recorded.job("gpipe", 2, 4)).step(2)
     before = {"late": [0, 1], "sweep/0": [0, 1, 2], "sweep/1": [0, 1]}

@@ -117,6 +117,7 @@ def test_the_tab_opens_within_tensorboard(browser: Page, address: str) -> None:
     assert browser.value(f"{FRAME}.getComputedStyle({FRAME}.document.body).backgroundColor") == "rgb(34, 38, 43)"
 
 
+@pytest.mark.slow
 def test_a_step_is_drawn_with_every_action_and_its_figures(page: Page) -> None:
     assert text(page, ".which") == "step 2 (3 of 3)"
     assert "1f1b · 4 ranks · 8 micro-batches" in text(page, ".facts")
@@ -169,6 +170,7 @@ def test_clicking_a_bubble_tells_its_cause(page: Page) -> None:
     page.until("document.querySelector('.card').innerText.startsWith('3F0 forward')")
 
 
+@pytest.mark.slow
 def test_prediction_critical_path_and_causes_can_be_laid_over(page: Page) -> None:
     def height() -> int:
         drawn(page)
@@ -259,6 +261,7 @@ def test_two_runs_are_compared_on_one_axis(page: Page) -> None:
     page.until("document.querySelectorAll('section').length === 1")
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_followed(page: Page, logs: Path) -> None:
     going_on = Running(logs / "later", recorded.job("naive", 2, 2)).step()
     try:
@@ -405,6 +408,7 @@ def test_ticks_leave_the_unit_alone(page: Page) -> None:
     assert len(left) == 3 and min(left) > -10
 
 
+@pytest.mark.slow
 def test_thousands_of_actions_cost_no_more_marks_than_the_screen_is_wide(page: Page) -> None:
     marks = """(async () => {
         const { Layout, drawTimeline } = await import('./timeline.js');

@@ -177,7 +177,7 @@ DROPOUT = {"_target_": "toys.mlp4", "p": 0.3, "loss": {"_target_": "toys.TokenLo
         (3, 1, "gpipe", {"data": SEVEN, "global_batch_size": 6}),  # every other batch leaves two without samples
     ],
 )
-@pytest.mark.slow(keep=5)
+@pytest.mark.slow(keep=1)
 def test_training_is_a_replay_of_the_pushes_bit_for_bit(
     replicas: int, ranks: int, schedule: str, changes: dict[str, Any]
 ) -> None:
@@ -214,6 +214,7 @@ SAMPLES = {  # each batch is shared out evenly
 
 @pytest.mark.parametrize("server", SERVERS)
 @pytest.mark.parametrize(("replicas", "ranks", "schedule"), [(2, 1, "gpipe"), (3, 1, "gpipe"), (2, 2, "1f1b")])
+@pytest.mark.slow(keep=2)
 def test_without_staleness_plain_sgd_at_one_rth_of_the_rate_is_synchronous(
     server: str, replicas: int, ranks: int, schedule: str
 ) -> None:
@@ -233,7 +234,7 @@ def test_without_staleness_plain_sgd_at_one_rth_of_the_rate_is_synchronous(
 
 @pytest.mark.parametrize("server", SERVERS)
 @pytest.mark.parametrize("bound", [0, 2, None])
-@pytest.mark.slow(keep=5)
+@pytest.mark.slow(keep=1)
 def test_no_push_is_staler_than_the_bound_allows(server: str, bound: int | None) -> None:
     ran = run_threads(asynchronous(3, server, bound, steps=8))
     told = pushes(ran)
@@ -341,6 +342,7 @@ def test_a_bound_holds_the_fast_one_back() -> None:
     assert held[0] == 0 and held[1] > 0
 
 
+@pytest.mark.slow
 def test_whoever_is_held_back_hears_of_it_before_its_patience_ends() -> None:
     """Silence for 1 s is a failure. Replica 1 waits longer twice, for a bound and where all meet, and is not lost."""
     late = Delay(ranks=[[0, 1300, 0]])
@@ -377,6 +379,7 @@ class Breaks(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.slow(keep=1)
 def test_an_error_in_an_update_ends_the_run(server: str) -> None:
     wanted = asynchronous(3, server, optimizer={"_target_": f"{__name__}.Breaks", "lr": 0.1})
     with pytest.raises(ArithmeticError, match="the optimizer's own mistake"):

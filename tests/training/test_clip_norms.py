@@ -22,6 +22,7 @@ def logged(ran: Ran) -> list[float]:
 
 @POWERS
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+@pytest.mark.slow(keep=2)
 def test_weights_are_bitwise_those_of_one_process(schedule: str, power: float | None) -> None:
     wanted = settings(schedule, 2, 4, model=MLP, clip_norm=0.02, clip_norm_type=power)
     state, _ = plain(wanted, microbatched=True)
@@ -30,12 +31,14 @@ def test_weights_are_bitwise_those_of_one_process(schedule: str, power: float | 
 
 @POWERS
 @pytest.mark.parametrize("schedule", ["gpipe", "chimera"])
+@pytest.mark.slow(keep=1)
 def test_replicas_and_copies_are_counted_once(schedule: str, power: float | None) -> None:
     wanted = settings(schedule, 2, 4, 2, model=MLP, clip_norm=0.02, clip_norm_type=power)
     state, _ = plain(wanted, microbatched=True)
     close(run_threads(wanted).state(), state)
 
 
+@pytest.mark.slow
 def test_the_norm_that_is_logged_is_the_one_that_clips() -> None:
     """The largest element is less than the 2-norm, that less than the sum; each is the same on every layout."""
     found: dict[Any, list[float]] = {}

@@ -41,6 +41,7 @@ def open_now() -> int:
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
 @pytest.mark.parametrize("transport", OVER)
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow(keep=2)
 def test_files_are_counted_as_they_are_opened(case: str, transport: str) -> None:
     """All ranks are threads here: together they open what is counted for each, beside what a process has anyway."""
     schedule, ranks, replicas, given = CASES[case]

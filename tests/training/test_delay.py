@@ -102,7 +102,7 @@ def test_a_slow_data_set_has_the_same_samples() -> None:
         ("delay.ranks=[[0,5,0.5]]", "[0,5,0.5] delays nothing"),
     ],
 )
-@pytest.mark.slow(keep=5)
+@pytest.mark.slow(keep=2)
 def test_wrong_delays_are_refused(engine: Engine, key: str, said: str) -> None:
     ended = engine("model=sleep", "data=synthetic", "launch=threads", key)
     assert ended.code == run.REFUSED and said in ended.err and ended.err.count("\n") == 1
@@ -143,6 +143,7 @@ WIRED: dict[str, tuple[dict[str, Any], set[tuple[int, int]]]] = {
 
 
 @pytest.mark.parametrize("which", WIRED)
+@pytest.mark.slow(keep=4)
 def test_a_link_is_one_that_carries_messages(which: str) -> None:
     given, links = dict(WIRED[which][0]), WIRED[which][1]
     ranks, replicas = given.pop("ranks", 3), given.pop("replicas", 1)
@@ -194,6 +195,7 @@ def bars(engine: Engine, *keys: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_report_finds_what_was_made_slow(engine: Engine, tmp_path: Path) -> None:
     """Only that it is found: on a machine that does other work other bars may grow too. How exactly, test_waterfall.py
     says in virtual time, and `scripts/bench waterfall` measures."""

@@ -54,6 +54,7 @@ def test_no_batch_at_all_is_refused() -> None:
     prepare(wanted(15), ".", ".")
 
 
+@pytest.mark.slow
 def test_it_is_a_key_of_the_configuration(engine: command.Engine, trained: list[tuple[Settings, str, str]]) -> None:
     assert engine("data.drop_last=true").code == engine().code == 0
     assert [made.data["drop_last"] for made, _, _ in trained] == [True, False]
@@ -146,6 +147,7 @@ def buffers_of(worker: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", ["ring", "native", "recursive_doubling", "sharded_parameter_server"])
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.slow(keep=3)
 def test_evaluation_borrows_buffers_of_every_dtype(name: str, ranks: int) -> None:
     """Every replica evaluates with the first one's, bit for bit, and has its own afterwards."""
     before, during, after = ({} for _ in range(3))

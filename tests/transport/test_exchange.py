@@ -128,6 +128,7 @@ def test_a_member_that_left_is_named_and_what_it_sent_counts() -> None:
     assert over_shared(2, main)[0] == (2.0, 1)
 
 
+@pytest.mark.slow
 def test_the_silent_member_is_named() -> None:
     over = threading.Event()
 
@@ -190,6 +191,7 @@ def test_connecting_is_limited_in_time_on_both_sides() -> None:
         assert caught.value.peer == peer
 
 
+@pytest.mark.slow
 def test_no_descriptor_is_left_open() -> None:
     def main(transport: Transport) -> None:
         opened(transport)

@@ -140,6 +140,7 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+@pytest.mark.slow
 def test_no_descriptor_is_left_open() -> None:
     def main(transport: Transport) -> None:
         out, inn = pair(transport)

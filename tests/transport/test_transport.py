@@ -149,6 +149,7 @@ def test_threads_name_a_size_that_differs() -> None:
 
 
 @pytest.mark.parametrize("length", [5, 3], ids=["buffer longer", "buffer shorter"])
+@pytest.mark.slow
 def test_gloo_never_fills_a_buffer_of_another_size(length: int) -> None:
     buffer, given_up = torch.full((length,), 9.0), threading.Event()
 
@@ -169,6 +170,7 @@ def test_gloo_never_fills_a_buffer_of_another_size(length: int) -> None:
 
 
 @both
+@pytest.mark.slow
 def test_a_silent_peer_ends_a_wait_after_the_time_limit(run: Run) -> None:
     quiet = threading.Event()
 
@@ -303,6 +305,7 @@ def test_threads_name_channel_lists_that_differ() -> None:
         hub.transport(1).open([Edge(0, 1, "F")])
 
 
+@pytest.mark.slow
 def test_many_starts_and_ends() -> None:
     """All channels of a ring in both directions, opened in one order, used once and closed, again and again."""
     edges = [Edge(a, b, "x") for a in range(3) for b in range(3) if a != b]
