@@ -5,6 +5,7 @@ Python and pip are stood in for by a shell script that logs how it was called, s
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -142,7 +143,9 @@ def test_an_interrupted_install_leaves_nobody_talking(checkout: Checkout, tmp_pa
     pip = f"from pathlib import Path; import time; Path('{busy}').touch(); time.sleep(60)"
     text = (checkout.bin / "python3").read_text()
     (checkout.bin / "python3").write_text(text.replace("sleep 0.1;", f'exec {sys.executable} -c "{pip}";'))
-    process = checkout.start("run", start_new_session=True)
+    # Whoever started the tests in the background may have them ignore Ctrl-C, and what they start with them.
+    listening = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = checkout.start("run", start_new_session=True, preexec_fn=listening)
     try:
         while not busy.exists():
             assert process.poll() is None
