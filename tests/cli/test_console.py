@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +41,7 @@ def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-ENGINE = f"{sys.executable} -m engine"
+ENGINE = f"{shlex.quote(sys.executable)} -m engine"
 GOING = {
     "head": f"set -o pipefail; {ENGINE} {' '.join(SMALL)} launch=threads | head -c 1",
     "closed": f"{ENGINE} {' '.join(SMALL)} <&- >&- 2>&-",

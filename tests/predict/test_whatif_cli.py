@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import asdict
@@ -276,6 +277,6 @@ def test_costs_that_are_not_whole_are_refused(lacking: str, tmp_path: Path, caps
 @pytest.mark.slow
 def test_its_reader_may_go(tmp_path: Path) -> None:
     folder = finished(tmp_path / "run")
-    command = f"set -o pipefail; {sys.executable} -m engine.report {folder} | true"
+    command = f"set -o pipefail; {shlex.quote(sys.executable)} -m engine.report {folder} | true"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
