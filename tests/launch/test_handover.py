@@ -135,6 +135,9 @@ class Registered:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Registered) and vars(self) == vars(other)
 
+    def __repr__(self) -> str:  # the name of a test case: the same in every process that collects it
+        return f"Registered({self.value!r}, {self.name!r})"
+
     __hash__ = None  # type: ignore[assignment]
 
 
