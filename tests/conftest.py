@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,10 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+# Who starts the tests in the background may have them ignore these (nohup, a shell's &); here they are sent and heard.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 torch.set_num_threads(1)  # bitwise comparisons need one order of additions, and the suite shares two cores
 
