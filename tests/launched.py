@@ -23,7 +23,7 @@ from engine.settings import DataParallel, Pipeline, Settings
 from engine.telemetry import position
 from engine.telemetry.records import encode
 from engine.training.build import Wiring
-from engine.training.meet import connect, store_in
+from engine.training.connect import connect, store_in
 from engine.transport import PeerLost, PeerTimeout
 
 Post = Callable[[bytes], None]

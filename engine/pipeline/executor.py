@@ -34,8 +34,8 @@ from torch.profiler import record_function
 from engine.job import MessageSpec
 from engine.pipeline.boundary import Layout, Message, tensors_of
 from engine.pipeline.links import ONE_WAY, Links, Pending
-from engine.pipeline.orders import Feed, Row, long_row_of, row_of
 from engine.pipeline.overlap import Beside, LayerCall, Overlap, together
+from engine.pipeline.row import Feed, Row, long_row_of, row_of
 from engine.pipeline.stage import Stage
 from engine.plan.actions import Action, Op, Placement, Program
 from engine.plan.timeline import Kind

@@ -23,9 +23,9 @@ from torch.utils.data import default_collate
 from engine.errors import message_of, refusing, said
 from engine.job import MessageSpec
 from engine.pipeline.boundary import describe
+from engine.pipeline.inspection.fake_model import Watch
 from engine.pipeline.losses import Loss, stand_in
-from engine.prepare.inspect import Watch
-from engine.training.microbatch import take
+from engine.pipeline.microbatch import take
 from engine.training.source import pair, to_device
 
 TRIED_ROWS = 4  # half of the samples that are tried

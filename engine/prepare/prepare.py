@@ -19,8 +19,11 @@ from typing import Any
 import torch
 
 from engine.job import Job, MessageSpec
+from engine.pipeline.inspection.changes import check_changes, check_synchronised
+from engine.pipeline.inspection.fake_model import FakeModel
 from engine.pipeline.lazy_dynamo import put_off
 from engine.pipeline.losses import Loss, make_loss, with_tensors
+from engine.pipeline.microbatch import Batches, passes, sizes
 from engine.pipeline.overlap import make_overlap
 from engine.plan.actions import Action, Op, Placement, Program
 from engine.plan.lowering import lower
@@ -30,22 +33,19 @@ from engine.plan.schedules import build as build_schedule
 from engine.plan.schedules.forward_only import evaluation
 from engine.plan.verify import verify, verify_idle
 from engine.prepare.additivity import TRIED_ROWS, adds_up
-from engine.prepare.changes import check_changes, check_synchronised
 from engine.prepare.devices import choose
-from engine.prepare.inspect import FakeModel
-from engine.prepare.trials import Sample, length_of, sample_of, try_loss, try_update
+from engine.prepare.dry_run import Sample, length_of, sample_of, try_loss, try_update
 from engine.settings import Settings
 from engine.targets import blaming, locate, prepare_import_path
+from engine.training.async_window import stream_program, stream_programs, window_lengths
 from engine.training.asynchronous_sgd import check_asynchronous_sgd
 from engine.training.build import DTYPES, autocast_of, model_layers
+from engine.training.connect import transport_of
 from engine.training.connections import check_open_files, connections
 from engine.training.delay import check_delay
-from engine.training.meet import transport_of
-from engine.training.microbatch import Batches, passes, sizes
 from engine.training.reduction import grouped
 from engine.training.sharding import check_sharding
 from engine.training.source import dataset
-from engine.training.window import stream_program, stream_programs, window_lengths
 
 log = logging.getLogger(__name__)
 

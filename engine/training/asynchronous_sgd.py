@@ -26,13 +26,13 @@ from engine.gradients.layout import Named
 from engine.gradients.order import Order
 from engine.gradients.servers.pushes import PushReducer
 from engine.job import Job
+from engine.pipeline.update import Update
 from engine.plan.actions import Program
 from engine.settings import Settings
 from engine.telemetry.position import Place, locate
 from engine.telemetry.records import PUSH_COLUMNS
+from engine.training.async_window import window_lengths
 from engine.training.build import build_optimizer
-from engine.training.update import Update
-from engine.training.window import window_lengths
 
 BEATS = 4  # times per time limit that a server says it holds somebody back
 

@@ -22,9 +22,9 @@ from engine.pipeline.dtypes import cast
 from engine.pipeline.modes import begin_training
 from engine.pipeline.seeds import building
 from engine.pipeline.stage import Stage, StageLayer
+from engine.pipeline.update import Norms, PieceNorms
 from engine.targets import build
 from engine.training.connections import connections
-from engine.training.update import Norms, PieceNorms
 from engine.transport import Transport
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

@@ -14,7 +14,7 @@ from engine.environment import open_files
 from engine.gradients.servers.pushes import PushReducer
 from engine.job import Job
 from engine.plan.lowering import channels
-from engine.training.meet import transport_of
+from engine.training.connect import transport_of
 from engine.training.reduction import collective_of
 from engine.training.sharding import division_of
 from engine.transport import Edge

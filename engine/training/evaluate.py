@@ -17,13 +17,13 @@ from torch import Tensor
 from engine.job import Job
 from engine.pipeline.executor import Executor
 from engine.pipeline.losses import Loss
+from engine.pipeline.microbatch import Batches, offsets, passes, sizes, take
 from engine.pipeline.modes import evaluating
-from engine.pipeline.orders import Feed
+from engine.pipeline.row import Feed
 from engine.pipeline.seeds import seeded
 from engine.pipeline.stage import Draw, Stage
 from engine.telemetry.position import Place, locate
 from engine.training.build import DTYPES, Wiring
-from engine.training.microbatch import Batches, offsets, passes, sizes, take
 from engine.training.source import dataset, loader, pair, to_device
 
 

@@ -18,7 +18,7 @@ from engine.gradients.buckets import Reducer
 from engine.gradients.servers.pushes import PushReducer
 from engine.pipeline.activations import storage_bytes
 from engine.pipeline.stage import Stage
-from engine.training.update import Update
+from engine.pipeline.update import Update
 
 
 class Held:

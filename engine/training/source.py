@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from engine.errors import ExhaustedError, Interrupted, said
 from engine.pipeline.dtypes import in_precision
+from engine.pipeline.microbatch import Batches
 from engine.pipeline.seeds import loading, seed_for
 from engine.targets import build
-from engine.training.microbatch import Batches
 
 LOADER_KEYS = ("workers", "pin_memory", "shuffle", "drop_last", "evaluation")
 

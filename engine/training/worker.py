@@ -29,22 +29,22 @@ from engine.pipeline.lazy_dynamo import put_off
 from engine.pipeline.links import Links
 from engine.pipeline.losses import make_loss
 from engine.pipeline.overlap import make_overlap
+from engine.pipeline.update import Update
 from engine.pipeline.versions import Versions
 from engine.plan.timeline import Kind
 from engine.plan.updates import read_versions
 from engine.telemetry.clock import Clocks
 from engine.telemetry.records import LAYER_COLUMNS, encode
 from engine.telemetry.trace import tracer_for
+from engine.training.async_window import Window
 from engine.training.asynchronous_sgd import AsynchronousSGD, push_reducer
 from engine.training.build import Wiring, build_optimizer, build_stages, norms_of
 from engine.training.delay import slow_down
 from engine.training.device import device_of
 from engine.training.evaluate import Evaluation
-from engine.training.feed import Count, Share, Shares
+from engine.training.inputs import Count, Share, Shares
 from engine.training.memory import Held
 from engine.training.sharding import division_of
-from engine.training.update import Update
-from engine.training.window import Window
 from engine.transport import PeerError, Transport
 
 Post = Callable[[bytes], None]

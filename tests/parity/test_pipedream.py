@@ -25,7 +25,7 @@ from engine.plan.text import to_csv
 from engine.prepare.prepare import prepare
 from engine.report.recorder import Recorder
 from engine.settings import Eval, Settings
-from engine.training.window import Window
+from engine.training.async_window import Window
 from engine.training.worker import Worker
 
 PIPEDREAM: dict[str, Any] = {"name": "pipedream"}

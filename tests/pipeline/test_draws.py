@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.job import Job
 from engine.prepare.prepare import prepare
 from engine.telemetry.trace import Tracer
-from engine.training.feed import Share, Shares
+from engine.training.inputs import Share, Shares
 from engine.training.worker import Worker
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.training.microbatch import Batches, passes, sizes, take
+from engine.pipeline.microbatch import Batches, passes, sizes, take
 
 
 @given(st.integers(0, 300), st.integers(1, 40))

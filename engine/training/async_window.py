@@ -14,15 +14,15 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from engine.pipeline.losses import Loss
-from engine.pipeline.orders import Feed
+from engine.pipeline.microbatch import Batches, offsets, sizes
+from engine.pipeline.row import Feed
 from engine.pipeline.stage import Draw
 from engine.plan.actions import Program
 from engine.plan.lowering import lower
 from engine.plan.schedules import SCHEDULES
 from engine.plan.verify import verify
 from engine.settings import Settings
-from engine.training.feed import Count, Share, Shares
-from engine.training.microbatch import Batches, offsets, sizes
+from engine.training.inputs import Count, Share, Shares
 
 MOST_PAIRS = 2**20  # of a rank and a micro-batch in one window: its program is proven as a whole
 Updates = tuple[int, ...]

@@ -14,7 +14,8 @@ import torch
 
 from engine.job import Job
 from engine.pipeline.losses import Loss
-from engine.pipeline.orders import Feed
+from engine.pipeline.microbatch import Batches, offsets, passes, sizes, take
+from engine.pipeline.row import Feed
 from engine.pipeline.seeds import seeded
 from engine.pipeline.stage import Draw
 from engine.plan.timeline import Kind
@@ -22,7 +23,6 @@ from engine.telemetry.position import Place, locate
 from engine.telemetry.trace import Tracer
 from engine.training.build import DTYPES
 from engine.training.delay import SlowDataset
-from engine.training.microbatch import Batches, offsets, passes, sizes, take
 from engine.training.source import dataset, loader, pair, to_device
 
 CPU = torch.device("cpu")
