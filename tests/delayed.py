@@ -9,10 +9,10 @@ from harness import cut_in
 from torch import Tensor, nn
 
 from engine.pipeline.losses import make_loss
-from engine.pipeline.microbatch import Batches
 from engine.pipeline.seeds import building, seed_for
 from engine.prepare.prepare import prepare
 from engine.settings import Settings
+from engine.training.batches import Batches
 from engine.training.build import DTYPES, build_optimizer, model_layers
 from engine.training.source import dataset
 

@@ -21,7 +21,7 @@ from engine.pipeline.stage import Stage
 from engine.pipeline.update import Update
 
 
-class Held:
+class StaticMemory:
     """`divided`: the optimizer's work is; each rank is then handed the gradients of its own part only, but its
     backwards have made them all."""
 

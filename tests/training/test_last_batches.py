@@ -12,10 +12,10 @@ from harness import run_threads, settings
 from torch import Tensor, nn
 
 from engine.job import Job
-from engine.pipeline.microbatch import Batches
 from engine.prepare.prepare import prepare
 from engine.report.progress import _steps
 from engine.settings import AllReduce, Eval, Settings
+from engine.training.batches import Batches
 
 engine, trained = command.engine, command.trained  # fixtures
 
