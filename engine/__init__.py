@@ -1,7 +1,8 @@
 """A pipeline-parallel training engine: schedules as data, proven before they run, measured while they run.
 
-For a plain training loop there is `engine.distributed`, whose names are found here too. They are loaded when they are
-first asked for: a refusal of the command line does not wait for torch.
+For a training loop of one's own there are `engine.Pipeline` (a model over several ranks) and the names of
+`engine.distributed` (data parallelism). They are loaded when they are first asked for: a refusal of the command line
+does not wait for torch.
 """
 
 from __future__ import annotations
@@ -16,24 +17,32 @@ if TYPE_CHECKING:
         broadcast_parameters,
         init,
         rank,
+        run_threads,
         shutdown,
         size,
     )
+    from engine.pipeline.pipeline import Pipeline
 
 __version__ = "0.1.0"
 __all__ = [
     "Compression",
     "DistributedOptimizer",
+    "Pipeline",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "init",
     "rank",
+    "run_threads",
     "shutdown",
     "size",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Pipeline":
+        from engine.pipeline.pipeline import Pipeline
+
+        return Pipeline
     if name in __all__:
         from engine import distributed
 

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from engine.job import Job
 from engine.pipeline.dtypes import cast, in_precision
 from engine.pipeline.losses import make_loss
+from engine.pipeline.microbatch import passes, sizes
 from engine.pipeline.seeds import building, seed_for
 from engine.prepare.prepare import prepare
 from engine.settings import DataParallel, Eval, Pipeline, Settings, Train
 from engine.telemetry.records import Record, decode
+from engine.training.batches import Batches
 from engine.training.build import DTYPES, build_optimizer, model_layers
-from engine.training.microbatch import Batches, passes, sizes
 from engine.training.source import dataset
 from engine.training.worker import Worker
 from engine.transport import PeerError, Transport

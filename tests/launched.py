@@ -16,14 +16,15 @@ from typing import Any
 import torch
 
 from engine.job import Job
+from engine.pipeline.communicators import Communicators
 from engine.plan.actions import Action, Op, Placement
 from engine.plan.lowering import lower
 from engine.plan.schedules import build
 from engine.settings import DataParallel, Pipeline, Settings
 from engine.telemetry import position
 from engine.telemetry.records import encode
-from engine.training.build import Wiring
-from engine.training.meet import connect, store_in
+from engine.training.connect import connect, store_in
+from engine.training.connections import connections
 from engine.transport import PeerLost, PeerTimeout
 
 Post = Callable[[bytes], None]
@@ -115,7 +116,7 @@ def wired(job: Job, rank: int, folder: str, post: Post) -> None:
     """Opens all that the job needs, sums over it, and logs the TCP ports that this process listens on."""
     _hello(rank, post)
     transport = connect(job, rank, store_in(folder, job.settings.timeout_s))
-    wiring = Wiring(job, transport)
+    wiring = Communicators(connections(job), transport)
     total = torch.ones(1)
     wiring.sum_over_pipeline(total)
     wiring.sum_counts(total)()

@@ -39,7 +39,7 @@ from engine.gradients.layout import cut
 from engine.plan.schedules import build
 from engine.plan.timeline import Timeline
 from engine.prepare.prepare import prepare
-from engine.training.build import build_stages
+from engine.training.build import model_layers
 from models.sleep import Sleeper
 
 seconds = st.floats(1e-4, 1.0)
@@ -331,9 +331,12 @@ def test_a_slow_reduction_is_what_is_asked_for() -> None:
     assert sorted((a, b) for a, b, _ in wanted.delay.links) == sorted(
         pair for r in range(4) for pair in ((r, r + 4), (r + 4, r))
     )
-    for stage in build_stages(job, 0, torch.device("cpu")).values():
-        buckets = cut(stage.named_parameters()[::-1], wanted.allreduce.bucket_bytes)
-        assert len(buckets) == len(stage.layers) == 2
+    made, ends = model_layers(job.settings.model), [*job.split[1:], len(job.layers)]
+    for stage in job.placement.stages_of(0):
+        layers = [(name, build()) for name, build in made[job.split[stage] : ends[stage]]]
+        named = [(f"{name}.{key}", p) for name, layer in layers for key, p in layer.named_parameters()]
+        buckets = cut(named[::-1], wanted.allreduce.bucket_bytes)
+        assert len(buckets) == len(layers) == 2
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "many", "1.5"])

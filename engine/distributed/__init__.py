@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from engine.distributed.broadcast import broadcast_optimizer_state, broadcast_parameters
 from engine.distributed.optimizer import DistributedOptimizer
+from engine.distributed.threads import run_threads
 from engine.distributed.world import World, init, rank, shutdown, size
 from engine.gradients.compression import Compression
 
@@ -25,6 +26,7 @@ __all__ = [
     "broadcast_parameters",
     "init",
     "rank",
+    "run_threads",
     "shutdown",
     "size",
 ]

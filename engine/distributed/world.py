@@ -9,6 +9,8 @@ from __future__ import annotations
 import atexit
 import math
 import os
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -45,6 +47,7 @@ class World:
         self.transport, self.store, self.patience_s = transport, store, patience_s
         self.rank, self.size = transport.rank, transport.world
         self._opened = 0
+        self._labels: Counter[str] = Counter()
         self.calls = Calls(store, self.rank, self.size)
         transport.open(Group.edges(range(self.size), "state"))
         self.group = NotedGroup(transport, "state", self.calls)  # for what the program's own thread exchanges
@@ -74,6 +77,11 @@ class World:
         self._cpus = self._cpus or self._between_cpus()
         return self._cpus
 
+    def next_label(self, kind: str) -> str:
+        """A label that was not there before, for what all ranks open next: they ask in the same order."""
+        self._labels[kind] += 1
+        return f"{kind}{self._labels[kind]}"
+
     def making(self) -> AbstractContextManager[None]:
         """The call in which ranks make their next optimizer together."""
         return self.calls.during("DistributedOptimizer", f"DistributedOptimizer(), number {self._opened + 1}")
@@ -84,6 +92,7 @@ class World:
 
 
 _world: World | None = None
+_own = threading.local()  # `join`: makes the world of a rank that is a thread
 _place: rendezvous.Place | None = (
     None  # among what the launcher started: met once, whatever is opened and closed over it
 )
@@ -123,8 +132,14 @@ def shutdown() -> None:
 
 
 def current() -> World:
-    """The world of this process; joins at the first call."""
-    return _world or init()
+    """The world of this process, or of this thread where ranks are threads; joins at the first call."""
+    join = getattr(_own, "join", None)
+    return join() if join is not None else _world or init()
+
+
+def bind(join: Callable[[], World] | None) -> None:
+    """Let the calling thread be a rank of its own: `join()` gives its world. None ends that."""
+    _own.join = join
 
 
 def rank() -> int:

@@ -40,8 +40,8 @@ from engine.targets import named
 from engine.telemetry import position
 from engine.telemetry.clock import Clocks
 from engine.telemetry.records import decode, encode
+from engine.training.connect import connect
 from engine.training.cores import keep_to_cores, limit_threads
-from engine.training.meet import connect
 from engine.transport import rendezvous
 
 START_TIMEOUT = timedelta(minutes=30)  # for rank 0 to prepare the job; the launcher ends us if rank 0 dies

@@ -16,7 +16,7 @@ from engine.launch import handover
 from engine.launch import rank as surroundings
 from engine.telemetry import position
 from engine.training import cores
-from engine.training.meet import connect, store_in
+from engine.training.connect import connect, store_in
 
 
 def main(entry: Any, given: bytes, rank: int, meeting: Any, pipe: Connection, positions: Any) -> None:

@@ -18,7 +18,7 @@ an in-place first layer would then invalidate what its neighbours saved.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -278,6 +278,18 @@ class Message:
             else:
                 leaves.append(tensor)
         return leaves[0] if self._single else pytree.tree_unflatten(leaves, self.tree), box
+
+
+class MessageTable(dict[int, Sequence[Message]]):
+    """Samples of a micro-batch -> what each stage hands on for it; `specs(rows)` says so when it is first asked."""
+
+    def __init__(self, specs: Callable[[int], Sequence[MessageSpec]]) -> None:
+        super().__init__()
+        self.specs = specs
+
+    def __missing__(self, rows: int) -> Sequence[Message]:
+        self[rows] = [Message(spec) for spec in self.specs(rows)]
+        return self[rows]
 
 
 def _difference(leaf: Any, want: Any) -> Difference | None:

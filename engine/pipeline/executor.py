@@ -11,7 +11,8 @@
     REDUCE: what is left of a stage's reduction starts, in the background        STEP: wait for it, clip, update
     GATHER: updated parameters are exchanged, in the background; the stage's next forward waits for them
 
-Before the last B or W of a stage `closing` is called: from then on gradients that are complete may be reduced.
+Before the last B or W of a stage `StageUpdates.closing` is called: from then on gradients that are complete may be
+reduced.
 
 An overlapped pair, F of one micro-batch and B or I of another, runs by the model's own function once both of their
 messages are there; without such a function one after the other. What they send leaves behind the pair in any case.
@@ -23,32 +24,66 @@ action is not begun, also where it waits for nobody.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import _profiler_enabled as profiling  # type: ignore[attr-defined]
 from torch.profiler import record_function
 
-from engine.job import MessageSpec
 from engine.pipeline.boundary import Layout, Message, tensors_of
 from engine.pipeline.links import ONE_WAY, Links, Pending
-from engine.pipeline.orders import Feed, Row, long_row_of, row_of
 from engine.pipeline.overlap import Beside, LayerCall, Overlap, together
+from engine.pipeline.row import Feed, Row, long_row_of, row_of
 from engine.pipeline.stage import Stage
 from engine.plan.actions import Action, Op, Placement, Program
 from engine.plan.timeline import Kind
 from engine.telemetry.position import EVALUATING, Place, here, locate, named
 from engine.telemetry.trace import Tracer
 
+
+class StageUpdates(Protocol):
+    """What a rank does with the gradients and the parameters of its stages, as its program says."""
+
+    def ready(self, stage: int) -> None:
+        """Return when the parameters of a stage may be used."""
+
+    def closing(self, stage: int, waiting: Collection[Tensor] | None) -> None:
+        """The last backward of a stage is next: a W, which adds the gradients of the parameters `waiting`, or a B
+        (None), which may add any."""
+
+    def reduce(self, stage: int) -> None:
+        """Start what is left of the reduction of a stage's gradients."""
+
+    def step(self, microbatch: int) -> None:
+        """Wait for the reductions and update; `microbatch` is the last of the update in an asynchronous program."""
+
+    def gather(self, stage: int) -> None:
+        """Start to exchange the updated parameters of a stage."""
+
+
+class Observer:
+    """Told of what happens in a step; each of these does nothing unless a subclass overrides it."""
+
+    def waiting(self) -> None:
+        """The rank is about to wait: what can be done meanwhile costs nothing."""
+
+    def before_update(self) -> None:
+        """The gradients of an update are complete and summed over all copies, and not yet clipped."""
+
+    def after_update(self) -> None:
+        """An update is done."""
+
+
 _KIND = {op: Kind(int(op)) for op in Op}
 
 
 class Executor:
-    """Runs rows of one rank. `specs(mode, rows)` gives the messages between stages for micro-batches of `rows`.
+    """Runs rows of one rank over its `stages`.
 
-    `overlap` is the model's own function for overlapped pairs, if it has one.
+    `updates` does what concerns gradients and parameters, `observer` is told when the rank waits. `overlap` is the
+    model's own function for overlapped pairs, if it has one.
     """
 
     def __init__(
@@ -57,11 +92,8 @@ class Executor:
         stages: Mapping[int, Stage],
         links: Links,
         tracer: Tracer,
-        specs: Callable[[str, int], Sequence[MessageSpec]],
-        reduce: Callable[[int], None],
-        step: Callable[[int], None],
-        gather: Callable[[int], None],
-        closing: Callable[[Kind, int, int], None],
+        updates: StageUpdates,
+        observer: Observer,
         overlap: Overlap | None = None,
     ) -> None:
         self.rank = rank
@@ -70,9 +102,7 @@ class Executor:
         self.tracer = tracer
         self.peak_in_flight = 0
         self.peak_bytes = 0
-        self.when_idle: Callable[[], None] | None = None  # done once, when the rank next waits for a message
-        self._specs, self._close, self._overlap = specs, closing, overlap
-        self._messages: dict[tuple[str, int, int], Message] = {}
+        self._updates, self._observer, self._overlap = updates, observer, overlap
         self._rows: dict[int, tuple[Program, Row]] = {}
         self._feed: Feed
         self._halves: frozenset[tuple[int, int]]
@@ -90,13 +120,13 @@ class Executor:
             Op.RECV_F: self._recv_f,
             Op.SEND_B: self._send_b,
             Op.RECV_B: self._recv_b,
-            Op.REDUCE: lambda stage, _: reduce(stage),
-            Op.STEP: lambda _, microbatch: step(microbatch),
-            Op.GATHER: lambda stage, _: gather(stage),
+            Op.REDUCE: lambda stage, _: updates.reduce(stage),
+            Op.STEP: self._step,
+            Op.GATHER: lambda stage, _: updates.gather(stage),
         }
 
     def reset_peaks(self) -> None:
-        """The peaks are from now on those of what is and will be in flight."""
+        """Restart peak tracking from the micro-batches that are in flight now."""
         self.peak_in_flight = self.peak_bytes = 0
         self._see_live()
 
@@ -179,7 +209,7 @@ class Executor:
         given = None if message else feed.input(microbatch)
         last = stage == self._placement.stages - 1
         target = feed.target(microbatch) if last else None
-        self.stages[stage].ready()
+        self._updates.ready(stage)
         start = self.tracer.mark()
         if feed.training:
             loss = (lambda output: feed.loss(output, target)) if last else None
@@ -218,7 +248,7 @@ class Executor:
     ) -> int:
         """The backward itself."""
         if kind is Kind.B and (stage, microbatch) in self._closing:
-            self._close(kind, stage, microbatch)
+            self._updates.closing(stage, None)
         start = self.tracer.mark()
         run = self.stages[stage].backward if kind is Kind.B else self.stages[stage].backward_input
         box = run(microbatch, gradients, count)
@@ -231,7 +261,7 @@ class Executor:
 
     def _weights(self, stage: int, microbatch: int) -> int:
         if (stage, microbatch) in self._closing:
-            self._close(Kind.W, stage, microbatch)
+            self._updates.closing(stage, self.stages[stage].waiting(microbatch))
         start = self.tracer.mark()
         self.stages[stage].backward_weight(microbatch)
         return self.tracer.add(Kind.W, stage, microbatch, start, self.tracer.mark())
@@ -247,6 +277,11 @@ class Executor:
             nbytes += stage.live_bytes
         self.peak_in_flight = max(self.peak_in_flight, more)
         self.peak_bytes = max(self.peak_bytes, nbytes)
+
+    def _step(self, _: int, microbatch: int) -> None:
+        self._updates.step(microbatch)
+        if self._feed.updated is not None:
+            self._feed.updated()
 
     # -- messages --------------------------------------------------------------------------------------------------
 
@@ -275,17 +310,11 @@ class Executor:
         if key in self._handed:
             return self._handed.pop(key)
         start = self.tracer.mark()
-        self.idle()
+        self._observer.waiting()
         tensors = self.links.receive(self._posted.pop(key), stage - 1 if op is Op.RECV_F else stage + 1, microbatch)
         kind = Kind.WAIT_F if op is Op.RECV_F else Kind.WAIT_B
         self.tracer.add(kind, stage, microbatch, start, self.tracer.mark())
         return tensors
-
-    def idle(self) -> None:
-        """The rank waits for something: do what was left for that moment."""
-        if self.when_idle is not None:
-            work, self.when_idle = self.when_idle, None
-            work()
 
     def _send_f(self, stage: int, microbatch: int) -> None:
         self._send(Op.SEND_F, stage, stage + 1, microbatch, self._message(stage, microbatch).forward)
@@ -316,7 +345,4 @@ class Executor:
 
     def _message(self, producer: int, microbatch: int) -> Message:
         """What stage `producer` hands on for a micro-batch."""
-        key = ("train" if self._feed.training else "eval", self._feed.sizes[microbatch], producer)
-        if key not in self._messages:
-            self._messages[key] = Message(self._specs(key[0], key[1])[producer])
-        return self._messages[key]
+        return self._feed.messages[self._feed.sizes[microbatch]][producer]

@@ -73,10 +73,11 @@ class _Outgoing:
 
 
 class Links:
-    """Messages between the ranks of one replica. `base` is the world rank of its pipeline rank 0."""
+    """Messages between the ranks of one replica. `base` is the world rank of its pipeline rank 0; `label` begins the
+    labels of its channels."""
 
-    def __init__(self, transport: Transport, base: int, device: torch.device) -> None:
-        self._transport = transport
+    def __init__(self, transport: Transport, base: int, device: torch.device, label: str = "") -> None:
+        self._transport, self._label = transport, label
         self._base = base
         self._device = device
         self._outgoing: dict[Key, _Outgoing] = {}
@@ -92,7 +93,9 @@ class Links:
         """Post the receive of the next message of `kind` ("F", "B") from pipeline rank `peer`."""
         key = peer, kind
         if key not in self._incoming:
-            self._incoming[key] = self._transport.channel(Edge(self._base + peer, self._transport.rank, kind))
+            self._incoming[key] = self._transport.channel(
+                Edge(self._base + peer, self._transport.rank, self._label + kind)
+            )
             self._consumed[key] = 0
         parcel = Parcel(layout, torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device))
         pending = Pending(self._incoming[key].irecv(parcel.buffer), parcel, key)
@@ -119,7 +122,7 @@ class Links:
         """Post the send of a message; returns without waiting for it."""
         key = peer, kind
         if key not in self._outgoing:
-            edge = Edge(self._transport.rank, self._base + peer, kind)
+            edge = Edge(self._transport.rank, self._base + peer, self._label + kind)
             self._outgoing[key] = _Outgoing(self._transport.channel(edge))
         outgoing = self._outgoing[key]
         packet = outgoing.packet(layout, self._device)

@@ -12,7 +12,7 @@ keeps several versions of the weights, both run on the version that the micro-ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -31,12 +31,11 @@ from engine.telemetry.trace import Tracer
 
 
 class StageLayer(NamedTuple):
-    """`number` counts through the whole model; `random` layers are seeded before each forward."""
+    """One layer of a stage; `number` counts through the whole model."""
 
     number: int
     name: str
     module: nn.Module
-    random: bool
 
 
 class Draw(NamedTuple):
@@ -61,7 +60,9 @@ class _Live:
 class Stage:
     """Stage `index`: its layers, in order, on `device`; `seed` is the run's, `autocast` the context of its forwards.
 
-    A `random_loss` is seeded before each call, as random layers are.
+    `draws` holds the numbers of the layers that are seeded before each forward, and where the loss draws the number
+    behind the last layer's; it may grow until the first forward. `tracer` is told what each layer of a forward in
+    training takes. `asynchronous`: several versions of the weights are kept.
     """
 
     def __init__(
@@ -70,17 +71,18 @@ class Stage:
         layers: Sequence[StageLayer],
         device: torch.device,
         seed: int,
-        random_loss: bool = False,
+        draws: Collection[int] = (),
+        autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        tracer: Tracer | None = None,
+        asynchronous: bool = False,
     ) -> None:
         self.index = index
         self.layers = tuple(layers)
         self.device = device
         self.seed = seed
-        self.random_loss = random_loss
-        self.autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.versions: Versions | None = None  # given where the schedule is asynchronous
-        self.ready: Callable[[], None] = lambda: None  # returns when the parameters may be used
-        self.tracer: Tracer | None = None  # told what each layer of a forward in training takes
+        self.tracer = tracer
+        self.versions = Versions(index, [layer.module for layer in layers]) if asynchronous else None
+        self._draws, self._autocast = draws, autocast
         self.live_bytes = 0  # kept by autograd for micro-batches in flight, and for weight gradients to come
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._live: dict[int, _Live] = {}
@@ -94,10 +96,16 @@ class Stage:
         """Trainable parameters under their full names, in model order."""
         return [(name, p) for name, p in self._named("named_parameters") if p.requires_grad]
 
+    def all_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Parameters under their full names, frozen ones too, in model order."""
+        return self._named("named_parameters")
+
     def named_buffers(self) -> list[tuple[str, Tensor]]:
+        """Buffers under their full names, in model order."""
         return self._named("named_buffers")
 
     def state_dict(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers under their full names; the tensors themselves, no copies."""
         return {
             f"{layer.name}.{key}": value for layer in self.layers for key, value in layer.module.state_dict().items()
         }
@@ -107,7 +115,7 @@ class Stage:
 
     def run(self, value: Any, draw: Draw | None) -> Any:
         """The layers, one after another. `draw` is None in evaluation."""
-        with self.autocast():
+        with self._autocast():
             for layer in self.layers:
                 value = self._through(layer, value, draw)
         return value
@@ -116,7 +124,7 @@ class Stage:
         if draw is None:
             return layer.module(value)
         start = None if self.tracer is None else self.tracer.mark()
-        with seeded(layer.random, self.device, self.seed, "draw", layer.number, *draw):
+        with seeded(layer.number in self._draws, self.device, self.seed, "draw", layer.number, *draw):
             value = layer.module(value)
         if self.tracer is not None:
             self.tracer.add_layer(layer.number, start, self.tracer.mark())
@@ -132,7 +140,7 @@ class Stage:
                 return self.run(value, draw)
 
         def call(layer: StageLayer, value: Any) -> Any:
-            with self.autocast(), routing():
+            with self._autocast(), routing():
                 return self._through(layer, value, draw)
 
         return beside([LayerCall(x.name, x.module, partial(call, x)) for x in self.layers], value)
@@ -173,7 +181,7 @@ class Stage:
             roots = [torch.autograd.graph.get_gradient_edge(t) for t in wanting]
         if self._reached is not None:
             last = self.layers[-1].number
-            after = (last, tensors_of(output)) if total is None else (last + 1, [total])
+            after = (last, tensors_of(output)) if total is None else (self._loss_number, [total])
             self._count([*self._reached, (after[0], [t.grad_fn for t in after[1]])], microbatch, rows)
         self._live[microbatch] = _Live(box, roots, total, self._saved[rows], later)
         self.live_bytes += self._saved[rows]
@@ -182,10 +190,10 @@ class Stage:
     def _scored(self, loss: Callable[[Any], Tensor], output: Any, draw: Draw) -> Tensor:
         """The loss sum; it is timed as what follows the last layer."""
         start = None if self.tracer is None else self.tracer.mark()
-        with self.autocast(), seeded(self.random_loss, self.device, self.seed, "draw", "loss", *draw):
+        with self._autocast(), seeded(self._loss_number in self._draws, self.device, self.seed, "draw", "loss", *draw):
             total = loss(output)
         if self.tracer is not None:
-            self.tracer.add_layer(self.layers[-1].number + 1, start, self.tracer.mark())
+            self.tracer.add_layer(self._loss_number, start, self.tracer.mark())
         return total
 
     def _count(self, parts: list[tuple[int, list[Any]]], microbatch: int, rows: int) -> None:
@@ -193,7 +201,7 @@ class Stage:
         weights: list[Tensor] = [p for layer in self.layers for p in layer.module.parameters()]
         read = [] if self.versions is None else self.versions.tensors(microbatch)
         found = saved_bytes([nodes for _, nodes in parts], weights + read)
-        if any(layer.random for layer in self.layers):
+        if any(layer.number in self._draws for layer in self.layers):
             self._draws_again |= recomputes(node for _, ends in parts for node in ends)
         by_layer = self._saved_by.setdefault(rows, {})
         for (number, _), nbytes in zip(parts, found, strict=True):
@@ -244,6 +252,11 @@ class Stage:
     def held(self, microbatch: int) -> int:
         """Bytes that autograd keeps for one micro-batch in flight."""
         return self._live[microbatch].nbytes
+
+    @property
+    def _loss_number(self) -> int:
+        """What stands for the loss where layers are numbered: it follows the last one."""
+        return self.layers[-1].number + 1
 
     @property
     def largest(self) -> int:

@@ -102,7 +102,7 @@ class Versions:
         """The tensors of all versions in memory."""
         return [leaf for leaves in self._leaves.values() for leaf in leaves.values()]
 
-    def told(self) -> npt.NDArray[np.int64]:
+    def pop_records(self) -> npt.NDArray[np.int64]:
         """What each backward since the last call has read: the array `versions` of `engine.telemetry.records`."""
         rows, self._log = self._log, []
         return np.array(rows, dtype=np.int64).reshape(-1, VERSION_COLUMNS)

@@ -23,10 +23,11 @@ from torch.utils.data import default_collate
 from engine.errors import message_of, refusing, said
 from engine.job import MessageSpec
 from engine.pipeline.boundary import describe
+from engine.pipeline.dtypes import to_device
+from engine.pipeline.inspection.fake_model import Watch
 from engine.pipeline.losses import Loss, stand_in
-from engine.prepare.inspect import Watch
-from engine.training.microbatch import take
-from engine.training.source import pair, to_device
+from engine.pipeline.microbatch import take
+from engine.training.source import pair
 
 TRIED_ROWS = 4  # half of the samples that are tried
 # Some losses compute in float32, or in less, whatever they are given: what they return tells how exact they are.

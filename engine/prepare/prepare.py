@@ -19,33 +19,31 @@ from typing import Any
 import torch
 
 from engine.job import Job, MessageSpec
+from engine.pipeline.inspection.changes import check_changes, check_synchronised
+from engine.pipeline.inspection.fake_model import FakeModel
 from engine.pipeline.lazy_dynamo import put_off
 from engine.pipeline.losses import Loss, make_loss, with_tensors
+from engine.pipeline.microbatch import passes, sizes
 from engine.pipeline.overlap import make_overlap
-from engine.plan.actions import Action, Op, Placement, Program
-from engine.plan.lowering import lower
+from engine.plan.actions import Placement
 from engine.plan.partition import manual, partition
-from engine.plan.schedules import SCHEDULES, largest_legal_microbatches
-from engine.plan.schedules import build as build_schedule
-from engine.plan.schedules.forward_only import evaluation
-from engine.plan.verify import verify, verify_idle
+from engine.plan.programs import StepPrograms
+from engine.plan.schedules import SCHEDULES
 from engine.prepare.additivity import TRIED_ROWS, adds_up
-from engine.prepare.changes import check_changes, check_synchronised
 from engine.prepare.devices import choose
-from engine.prepare.inspect import FakeModel
-from engine.prepare.trials import Sample, length_of, sample_of, try_loss, try_update
+from engine.prepare.dry_run import Sample, length_of, sample_of, try_loss, try_update
 from engine.settings import Settings
 from engine.targets import blaming, locate, prepare_import_path
+from engine.training.async_window import stream_programs, window_lengths
 from engine.training.asynchronous_sgd import check_asynchronous_sgd
+from engine.training.batches import Batches
 from engine.training.build import DTYPES, autocast_of, model_layers
+from engine.training.connect import transport_of
 from engine.training.connections import check_open_files, connections
 from engine.training.delay import check_delay
-from engine.training.meet import transport_of
-from engine.training.microbatch import Batches, passes, sizes
 from engine.training.reduction import grouped
 from engine.training.sharding import check_sharding
 from engine.training.source import dataset
-from engine.training.window import stream_program, stream_programs, window_lengths
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +54,8 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
     prepare_import_path(start_dir)
     settings = grouped(replace(settings, device=choose(settings, os.environ, torch.cuda.device_count())))
     transport_of(settings)
-    compute = compute_program(settings, settings.pipeline.microbatches)
-    verify(compute, SCHEDULES[compute.name].ascending)
+    programs = _programs(settings)
+    compute = programs.configured
     settings = replace(settings, model=sized_model(settings.model, compute.placement))
     _check_batch(settings)
     check_asynchronous_sgd(settings, compute)
@@ -71,7 +69,7 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
         model = FakeModel(lambda: model_layers(settings.model), device, dtype, autocast_of(settings.precision, device))
     split = choose_split(settings, model, compute.placement.stages)
     pieces = {
-        "train": _training_pieces(settings, lengths["train"]),
+        "train": _training_pieces(settings, programs, lengths["train"]),
         "eval": _evaluation_pieces(settings, lengths["eval"]),
     }
     with blaming(settings.model, "model"), blaming(with_tensors(settings.model["loss"]), "model.loss"):
@@ -85,10 +83,10 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
         random_loss = _try_parts(settings, model, loss, lengths, items, boundaries)
         _check_additive(settings, model, loss, items["train"], data)
     if compute.asynchronous:
-        programs = _without_drains(settings, lengths["train"], lengths["eval"])
+        training = _without_drains(settings, programs, lengths["train"], lengths["eval"])
     else:
-        programs = _step_by_step(settings, compute, {len(piece) for piece in pieces["train"]})
-    forward = {len(piece): evaluation(compute.placement, len(piece)) for piece in pieces["eval"]}
+        training = _step_by_step(settings, programs, {len(piece) for piece in pieces["train"]})
+    forward = programs.evaluations()
     job = Job(
         settings=settings,
         placement=compute.placement,
@@ -96,12 +94,12 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
         split=split,
         train_samples=lengths["train"],
         eval_samples=lengths["eval"],
-        evaluations=_lowered(forward, reduce=False, step=False),
+        evaluations={count: forward[count] for count in {len(piece) for piece in pieces["eval"]}},
         boundaries=boundaries,
         random_loss=random_loss,
         start_dir=start_dir,
         run_dir=run_dir,
-        **programs,
+        **training,
     )
     found = connections(job)
     check_delay(job, found.edges)
@@ -109,74 +107,36 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
     return job
 
 
-def _step_by_step(settings: Settings, compute: Program, microbatches: Iterable[int]) -> dict[str, Any]:
+def _programs(settings: Settings) -> StepPrograms:
+    """The programs that the configured schedule may run."""
+    return StepPrograms(
+        settings.schedule["name"],
+        settings.pipeline.ranks,
+        settings.pipeline.microbatches,
+        settings.schedule_options,
+        settings.data_parallel.replicas,
+        settings.divided,
+    )
+
+
+def _step_by_step(settings: Settings, programs: StepPrograms, microbatches: Iterable[int]) -> dict[str, Any]:
     """What a job holds of a synchronous schedule: a program for each number of micro-batches that can occur."""
-    training = {count: compute_program(settings, count) for count in microbatches}
-    reduce = settings.data_parallel.replicas * compute.placement.copies > 1
-    again, gather = settings.train.accumulate > 1, settings.divided
-    whole = _lowered(training, reduce=reduce, step=True, gather=gather)
-    idle = _idle(compute.placement, reduce, gather)
-    verify_idle(idle, whole.values())
+    steps, passes = programs.steps(), programs.passes()
+    whole = {count: steps[count] for count in microbatches}
     return {
-        "compute": compute,
-        "steps": {0: idle} | whole,
-        "passes": _lowered(training, reduce=False, step=False) if again else {},
+        "compute": programs.configured,
+        "steps": {0: programs.idle(whole.values())} | whole,
+        "passes": {count: passes[count] for count in whole} if settings.train.accumulate > 1 else {},
     }
 
 
-def _without_drains(settings: Settings, samples: int, eval_samples: int) -> dict[str, Any]:
+def _without_drains(settings: Settings, programs: StepPrograms, samples: int, eval_samples: int) -> dict[str, Any]:
     """What a job holds of an asynchronous schedule: a program for each window between two drains."""
     batches = _batches(settings, samples)
     windows = window_lengths(_steps(settings, batches), settings.eval.every if eval_samples else None)
-    streams = stream_programs(settings, batches, windows)
-    first = stream_program(settings, next(iter(streams)))
+    streams = stream_programs(settings, programs, batches, windows)
+    first = programs.stream(next(iter(streams)))
     return {"compute": first, "steps": {}, "passes": {}, "windows": windows, "streams": streams}
-
-
-def compute_program(settings: Settings, microbatches: int) -> Program:
-    """The compute-only program for so many micro-batches.
-
-    Where the schedule is not defined for them: that of the largest number below for which it is, and where there is
-    none, all forwards and then all backwards on the same placement. The configured number itself must be legal.
-    """
-    name = settings.schedule["name"]
-    options = {key: value for key, value in settings.schedule.items() if key != "name" and value is not None}
-    ranks = settings.pipeline.ranks
-    configured = build_schedule(name, ranks, settings.pipeline.microbatches, options)
-    if microbatches == settings.pipeline.microbatches:
-        return configured
-    legal = largest_legal_microbatches(name, ranks, microbatches, options)
-    return build_schedule(name, ranks, legal, options) if legal else _all_forward_all_backward(configured, microbatches)
-
-
-def _all_forward_all_backward(configured: Program, microbatches: int) -> Program:
-    placement = replace(configured.placement, direction=configured.placement.direction[:microbatches])
-    rows = []
-    for rank in range(placement.ranks):
-        stages = placement.stages_of(rank)
-        forward = [Action(s, Op.F, m) for s in stages for m in range(microbatches) if placement.rank(s, m) == rank]
-        backward = [Action(a.stage, Op.B, a.microbatch) for a in forward]
-        rows.append(forward + sorted(backward, key=lambda a: (-a.stage, a.microbatch)))
-    return Program.of(configured.name, placement, microbatches, rows)
-
-
-def _lowered(programs: Mapping[int, Program], reduce: bool, step: bool, gather: bool = False) -> dict[int, Program]:
-    """Each with its communication, verified."""
-    found = {m: lower(program, reduce, step, gather) for m, program in programs.items()}
-    for program in found.values():
-        verify(program, SCHEDULES[program.name].ascending)
-    return found
-
-
-def _idle(placement: Placement, reduce: bool, gather: bool) -> Program:
-    """The step of a replica without samples: it takes part in the reductions and the update."""
-    rows = []
-    for rank in range(placement.ranks):
-        stages = placement.stages_of(rank)
-        reductions = [Action(s, Op.REDUCE) for s in reversed(stages)] if reduce else []
-        gathers = [Action(s, Op.GATHER) for s in stages] if gather else []
-        rows.append([*reductions, Action(stages[0], Op.STEP), *gathers])
-    return Program.of("idle", replace(placement, direction=()), 0, rows)
 
 
 def sized_model(config: Mapping[str, Any], placement: Placement) -> dict[str, Any]:
@@ -334,9 +294,9 @@ def _steps(settings: Settings, batches: Batches) -> int:
     return batches.steps(settings.train.steps, settings.train.epochs)
 
 
-def _training_pieces(settings: Settings, samples: int) -> list[list[int]]:
+def _training_pieces(settings: Settings, programs: StepPrograms, samples: int) -> list[list[int]]:
     def legal(microbatches: int) -> int:
-        return microbatches if asynchronous else compute_program(settings, microbatches).microbatches
+        return microbatches if asynchronous else programs.compute(microbatches).microbatches
 
     asynchronous = SCHEDULES[settings.schedule["name"]].stream is not None
     batches = _batches(settings, samples)

@@ -11,28 +11,28 @@ push, and so gets as far as in a synchronous run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from engine.collectives import Group
-from engine.gradients.background import ReduceThread
-from engine.gradients.division import DIVISIONS, Division
-from engine.gradients.layout import Named
-from engine.gradients.order import Order
+from engine.gradients.buckets import Reducer
+from engine.gradients.division import DIVISIONS
 from engine.gradients.servers.pushes import PushReducer
 from engine.job import Job
+from engine.pipeline.update import Update
+from engine.pipeline.updater import Updater
 from engine.plan.actions import Program
 from engine.settings import Settings
 from engine.telemetry.position import Place, locate
 from engine.telemetry.records import PUSH_COLUMNS
+from engine.training.async_window import window_lengths
 from engine.training.build import build_optimizer
-from engine.training.update import Update
-from engine.training.window import window_lengths
 
 BEATS = 4  # times per time limit that a server says it holds somebody back
 
@@ -75,29 +75,58 @@ def check_asynchronous_sgd(settings: Settings, program: Program) -> None:
         )
 
 
-def push_reducer(
-    job: Job,
-    named: list[Named],
-    group: Group,
-    nbytes: int,
-    thread: ReduceThread,
-    order: Order,
-    division: type[Division],
-) -> PushReducer:
-    """What pushes the gradients of a stage, and serves them where this rank is a server of it."""
-    bound, beat_s = job.settings.data_parallel.max_staleness, job.settings.timeout_s / BEATS
-    return PushReducer(named, group, nbytes, thread, order, division, bound, beat_s)
+class PushUpdater(Updater):
+    """The end of a step where replicas are asynchronous: gradients are clipped and pushed, and a server updates.
+
+    Clipped gradients leave at STEP only.
+    """
+
+    def __init__(self, *arguments: Any, job: Job, **keywords: Any) -> None:
+        self._bound, self._beat_s = job.settings.data_parallel.max_staleness, job.settings.timeout_s / BEATS
+        super().__init__(*arguments, **keywords)
+
+    def _reducer(self, stage: int) -> Reducer:
+        """What pushes the gradients of a stage, and serves them where this rank is a server of it."""
+        group, division = self._communicators.sharing[stage], self.rules.division
+        assert division is not None, "checked before the start"
+        rest = self.rules.bucket_bytes, self._thread, self._order, division, self._bound, self._beat_s
+        return PushReducer(self.stages[stage].named_parameters(), group, *rest)
+
+    @property
+    def _kept_back(self) -> bool:
+        return self.update.clip_norm is not None
+
+    def closing(self, stage: int, waiting: Collection[Tensor] | None) -> None:
+        """A bucket is pushed as soon as its gradients are there, unless they are to be clipped."""
+        if not self._kept_back:
+            super().closing(stage, waiting)
+
+    def reduce(self, stage: int) -> None:
+        """REDUCE: push what is left, unless it is to be clipped."""
+        if not self._kept_back:
+            super().reduce(stage)
+
+    def step(self, microbatch: int) -> None:
+        """STEP: clip, and wait until the pushes are applied and the weights for the next step are there."""
+        self._apply(microbatch)
+        if self._kept_back:
+            for reducer in self.reducers.values():
+                reducer.launch()
+        self._observer.waiting()
+        self.await_reductions()
+        self._observer.after_update()
 
 
 class AsynchronousSGD:
     """What one rank does for asynchronous replicas besides its own program. `reducers` by stage."""
 
-    def __init__(self, job: Job, reducers: Mapping[int, PushReducer], steps: int) -> None:
+    def __init__(self, job: Job, reducers: Mapping[int, Reducer], steps: int) -> None:
         every = job.settings.eval.every if job.eval_samples else None
         self._ends = tuple(accumulate(window_lengths(steps, every)))  # steps behind which all meet
-        self._reducers, self._steps = reducers, steps
+        self._reducers = {s: reducer for s, reducer in reducers.items() if isinstance(reducer, PushReducer)}
+        self._steps = steps
         self.updates: list[Update] = []  # of the servers here, in the order of their stages
-        for stage, reducer in sorted(reducers.items()):
+        for stage, reducer in sorted(self._reducers.items()):
             if reducer.server is not None:
                 update, reducer.server.update = served(job, stage, [p.parameter for p in reducer.server.pieces])
                 self.updates.append(update)
@@ -113,7 +142,7 @@ class AsynchronousSGD:
         return next((update.lr for update in self.updates if update.lr is not None), None)
 
     def begin(self, step: int) -> None:
-        """Step `step` comes next."""
+        """Prepare reducers and servers for step `step`; call before its first action."""
         end = next(end for end in self._ends if end > step)
         for reducer in self._reducers.values():
             reducer.meeting = step + 1 == end
@@ -126,7 +155,7 @@ class AsynchronousSGD:
             for reducer in self._reducers.values():
                 reducer.meet()
 
-    def told(self) -> npt.NDArray[np.int64]:
+    def pop_records(self) -> npt.NDArray[np.int64]:
         """What became of the last step's pushes: the array `pushes` of `engine.telemetry.records`."""
         rows = [(stage, *told) for stage, reducer in sorted(self._reducers.items()) for told in reducer.told()]
         return np.array(rows, dtype=np.int64).reshape(-1, PUSH_COLUMNS)

@@ -7,14 +7,16 @@ each rank will have open at least.
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import partial
 
 from engine.collectives import Collective, Group
 from engine.environment import open_files
 from engine.gradients.servers.pushes import PushReducer
 from engine.job import Job
-from engine.plan.lowering import channels
-from engine.training.meet import transport_of
+from engine.pipeline import communicators
+from engine.pipeline.communicators import Connections
+from engine.training.connect import transport_of
 from engine.training.reduction import collective_of
 from engine.training.sharding import division_of
 from engine.transport import Edge
@@ -25,51 +27,16 @@ OWN, GLOO = 12, 4
 PER_END = {"shared_memory": 4, "gloo": 1}  # socket, two event counters, the ring; a connection
 
 
-class Meeting(NamedTuple):
-    """A group whose members sum. `backend`: the sums are the backend's own, else short."""
-
-    members: list[int]
-    label: str
-    backend: bool = False
-
-
-class Connections(NamedTuple):
-    """`sharing[s]`: all ranks that hold a copy of stage s, and `kinds[s]` their all-reduce. One of `groups` that has
-    a single member is never opened."""
-
-    edges: list[Edge]
-    groups: list[Meeting]
-    sharing: dict[int, list[int]]
-    kinds: dict[int, type[Collective]]
-
-
 def connections(job: Job) -> Connections:
     """All of the run's. Where the optimizer is divided, the copies of a stage have a channel between any two."""
-    owners = {s: job.placement.ranks_of(s) for s in range(job.placement.stages)}
-    sharing = {s: [r * job.ranks + o for r in range(job.replicas) for o in own] for s, own in owners.items()}
-    kinds = {s: collective_of(job.settings, members) for s, members in sharing.items()}
-    edges = _pipeline_edges(job)
-    for s, members in sharing.items():
-        edges += _reduction_edges(job, kinds[s], members, f"reduce{s}")
-    groups = [Meeting([r * job.ranks + p for p in range(job.ranks)], "norms") for r in range(job.replicas)]
-    groups.append(Meeting(sharing[job.placement.stages - 1], "counts"))
-    if division_of(job.settings) is not None and job.replicas > 1:
-        groups.append(Meeting(list(range(job.world)), "norms"))
-    groups += [Meeting(members, f"reduce{s}", True) for s, members in sharing.items() if kinds[s].backend_group]
-    return Connections(edges, groups, sharing, kinds)
-
-
-def _pipeline_edges(job: Job) -> list[Edge]:
+    settings = job.settings
     programs = [*job.steps.values(), *job.streams.values(), *job.evaluations.values()]
-    pairs = sorted({channel for program in programs for channel in channels(program)})
-    return [
-        Edge(replica * job.ranks + src, replica * job.ranks + dst, kind)
-        for replica in range(job.replicas)
-        for src, dst, kind in pairs
-    ]
+    kind_of, edges_of = partial(collective_of, settings), partial(_reduction_edges, job)
+    divided = division_of(settings) is not None
+    return communicators.connections(programs, job.placement, job.replicas, kind_of, edges_of, divided)
 
 
-def _reduction_edges(job: Job, kind: type[Collective], members: list[int], label: str) -> list[Edge]:
+def _reduction_edges(job: Job, kind: type[Collective], members: Sequence[int], label: str) -> list[Edge]:
     """What the copies of a stage need."""
     division = division_of(job.settings)
     if division is None:

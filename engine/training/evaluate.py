@@ -8,59 +8,42 @@ stage the first evaluates, with its own buffers: the weights are the same, the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from engine.job import Job
-from engine.pipeline.executor import Executor
-from engine.pipeline.losses import Loss
-from engine.pipeline.modes import evaluating
-from engine.pipeline.orders import Feed
+from engine.pipeline.batch import ReplicaBatch
+from engine.pipeline.dtypes import to_device
+from engine.pipeline.microbatch import passes, sizes
+from engine.pipeline.pipeline import Pipeline
 from engine.pipeline.seeds import seeded
-from engine.pipeline.stage import Draw, Stage
 from engine.telemetry.position import Place, locate
-from engine.training.build import DTYPES, Wiring
-from engine.training.microbatch import Batches, offsets, passes, sizes, take
-from engine.training.source import dataset, loader, pair, to_device
+from engine.training.batches import Batches
+from engine.training.build import DTYPES
+from engine.training.source import dataset, loader, pair
 
 
 class Evaluation:
     """Runs evaluations of one rank. The held-out data set is built at the first one, on the ends only."""
 
-    def __init__(
-        self,
-        job: Job,
-        rank: int,
-        device: torch.device,
-        executor: Executor,
-        stages: Mapping[int, Stage],
-        wiring: Wiring,
-        loss: Loss,
-    ) -> None:
-        self._job, self._device = job, device
+    def __init__(self, job: Job, rank: int, pipeline: Pipeline) -> None:
+        self._job, self._pipeline, self._device = job, pipeline, pipeline.device
         self._replica, pipeline_rank = divmod(rank, job.ranks)
-        self._executor, self._stages, self._wiring, self._loss = executor, stages, wiring, loss
         size = job.settings.eval.batch_size or job.settings.train.global_batch_size
         self._batches = Batches(job.eval_samples, size, job.replicas, job.settings.seed, shuffle=False)
-        self._own = job.placement.first_copies(pipeline_rank)
-        self._first, self._last = 0 in self._own, job.placement.stages - 1 in self._own
+        own = job.placement.first_copies(pipeline_rank)
+        self._first, self._last = 0 in own, job.placement.stages - 1 in own
         self._data: Any = None
-        self._scoring = loss  # of one evaluation: a copy
+        self._scoring = pipeline.loss  # of one evaluation: a copy
 
     def run(self, steps_done: int) -> list[dict[str, Any]]:
         """Evaluate; on the last stage's rank a list of one record (see `telemetry.records`), else an empty one."""
         if not self._job.eval_samples:
             return []
-        own = self._borrow()
         if self._last:
-            self._scoring = self._loss.apart(training=False)
-        with evaluating(layer.module for stage in self._stages.values() for layer in stage.layers):
+            self._scoring = self._pipeline.loss.apart(training=False)
+        with self._pipeline.evaluating():
             tally = self._tally()
-        self._restore(own)
-        self._executor.links.limit(0)
         return [{"step": steps_done} | tally] if self._last else []
 
     def _tally(self) -> dict[str, Any]:
@@ -73,8 +56,8 @@ class Evaluation:
                 given, target = self._load(data) if self._first or self._last else (None, None)
                 given = to_device(given, self._device, dtype) if self._first else None
                 target = to_device(target, self._device, dtype) if self._last else None
-                program = self._job.evaluations[len(piece)]
-                self._executor.run(program, self._feed(index, piece, given, target, tally))
+                batch = ReplicaBatch(given, target, [piece])
+                self._pipeline.run_evaluation(batch, self._scoring, self._scorer(index, piece, tally))
         return tally
 
     @staticmethod
@@ -85,8 +68,9 @@ class Evaluation:
             locate(error, Place(action="loading the samples of an evaluation"))
             raise
 
-    def _feed(self, batch: int, piece: list[int], given: Any, target: Any, tally: dict[str, Any]) -> Feed:
-        starts, total, loss = offsets(piece), sum(piece), self._scoring
+    def _scorer(self, batch: int, piece: list[int], tally: dict[str, Any]) -> Callable[[Any, Any, int], None]:
+        """What adds the output of a micro-batch to the tally."""
+        loss = self._scoring
         draws = self._job.random_loss, self._device, self._job.settings.seed, "scoring", batch
 
         def evaluated(output: Any, expected: Any, microbatch: int) -> None:
@@ -102,15 +86,7 @@ class Evaluation:
                 tally["correct"] += scored[0]
                 tally["scored"] += scored[1]
 
-        return Feed(
-            sizes=piece,
-            input=lambda m: take(given, starts[m], piece[m], total),
-            target=lambda m: take(target, starts[m], piece[m], total),
-            draw=lambda m: Draw(0, m, self._replica),
-            loss=loss,
-            count=lambda m: 0.0,
-            evaluated=evaluated,
-        )
+        return evaluated
 
     def _samples(self) -> Any:
         if not (self._first or self._last):
@@ -119,22 +95,3 @@ class Evaluation:
             self._data = dataset(self._job.settings.data, evaluation=True)
         count = self._batches.per_epoch
         return loader(self._job.settings.data, self._data, self._batches, self._replica, count, self._device)
-
-    def _borrow(self) -> list[tuple[Tensor, Tensor]]:
-        """Give every copy of a stage the buffers of replica 0's first; (buffer, its own value) pairs to restore."""
-        if self._job.replicas == 1:
-            return []
-        own = [(b, b.clone()) for s in sorted(self._stages) for _, b in self._stages[s].named_buffers()]
-        for stage in sorted(self._stages):
-            for _, buffer in self._stages[stage].named_buffers():
-                lends = self._replica == 0 and stage in self._own
-                flat = buffer.flatten().clone() if lends else torch.zeros_like(buffer).flatten()
-                # As bytes: with zeros they add up to themselves, whatever the dtype and the backend.
-                self._wiring.reduction[stage].all_reduce(flat.view(torch.uint8))
-                buffer.copy_(flat.view_as(buffer))
-        return own
-
-    @staticmethod
-    def _restore(own: list[tuple[Tensor, Tensor]]) -> None:
-        for buffer, value in own:
-            buffer.copy_(value)

@@ -18,10 +18,10 @@ from engine.gradients.buckets import Reducer
 from engine.gradients.servers.pushes import PushReducer
 from engine.pipeline.activations import storage_bytes
 from engine.pipeline.stage import Stage
-from engine.training.update import Update
+from engine.pipeline.update import Update
 
 
-class Held:
+class StaticMemory:
     """`divided`: the optimizer's work is; each rank is then handed the gradients of its own part only, but its
     backwards have made them all."""
 

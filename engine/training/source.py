@@ -16,15 +16,12 @@ from itertools import count as natural
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from engine.errors import ExhaustedError, Interrupted, said
-from engine.pipeline.dtypes import in_precision
 from engine.pipeline.seeds import loading, seed_for
 from engine.targets import build
-from engine.training.microbatch import Batches
+from engine.training.batches import Batches
 
 LOADER_KEYS = ("workers", "pin_memory", "shuffle", "drop_last", "evaluation")
 
@@ -191,17 +188,6 @@ class ShareSampler:
     def __iter__(self) -> Iterator[list[int]]:
         batches, replica, count = self._arguments
         return batches.shares(replica, count)
-
-
-def to_device(value: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Tensors of a nesting on `device`, floating ones as `dtype`, complex ones likewise; the rest as it is."""
-
-    def move(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return leaf.to(device, in_precision(leaf.dtype, dtype), non_blocking=True)
-
-    return pytree.tree_map(move, value)
 
 
 def pair(item: Any) -> tuple[Any, Any]:

@@ -9,42 +9,37 @@ The same code runs in a process and in a thread; what differs is the transport a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.gradients.background import ReduceThread
-from engine.gradients.buckets import Reducer
-from engine.gradients.order import Order
-from engine.gradients.servers.pushes import PushReducer
-from engine.gradients.shards import ShardedReducer
-from engine.gradients.watch import Watch
-from engine.job import Job, MessageSpec
-from engine.pipeline.executor import Executor
+from engine.job import Job
+from engine.pipeline.executor import Observer
 from engine.pipeline.lazy_dynamo import put_off
-from engine.pipeline.links import Links
 from engine.pipeline.losses import make_loss
 from engine.pipeline.overlap import make_overlap
-from engine.pipeline.versions import Versions
-from engine.plan.timeline import Kind
-from engine.plan.updates import read_versions
+from engine.pipeline.pipeline import Pipeline
+from engine.pipeline.prepared import Prepared
+from engine.pipeline.seeds import building
+from engine.pipeline.tables import JobTables
+from engine.pipeline.updater import Updater, UpdateRules
+from engine.pipeline.window import Window
 from engine.telemetry.clock import Clocks
 from engine.telemetry.records import LAYER_COLUMNS, encode
 from engine.telemetry.trace import tracer_for
-from engine.training.asynchronous_sgd import AsynchronousSGD, push_reducer
-from engine.training.build import Wiring, build_optimizer, build_stages, norms_of
+from engine.training.asynchronous_sgd import AsynchronousSGD, PushUpdater
+from engine.training.build import DTYPES, autocast_of, model_layers, optimizer_of, scheduler_of
+from engine.training.connections import connections
 from engine.training.delay import slow_down
 from engine.training.device import device_of
 from engine.training.evaluate import Evaluation
-from engine.training.feed import Count, Share, Shares
-from engine.training.memory import Held
+from engine.training.inputs import BatchStream
+from engine.training.memory import StaticMemory
 from engine.training.sharding import division_of
-from engine.training.update import Update
-from engine.training.window import Window
 from engine.transport import PeerError, Transport
 
 Post = Callable[[bytes], None]
@@ -63,71 +58,53 @@ def _own_stream(job: Job, rank: int) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" and job.settings.launch == "threads" else None
 
 
-class Worker:
-    """Everything one rank holds while it trains."""
+class Worker(Observer):
+    """Everything one rank holds while it trains: its pipeline, its samples, and what it measures of both."""
 
     def __init__(self, job: Job, rank: int, transport: Transport, post: Post, clocks: Clocks | None = None) -> None:
-        settings = job.settings
+        settings, pushing = job.settings, job.settings.data_parallel.asynchronous
         self.job, self.world_rank, self.post, self.clocks = job, rank, post, clocks
         self.replica, self.rank = divmod(rank, job.ranks)
         self.device = device_of(job, rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.wiring = Wiring(job, transport)
-        self.stages = build_stages(job, self.rank, self.device)
+        self.tracer = tracer_for(self.device)
+        self.pipeline = self._pipeline(transport, pushing)
+        self.stages, self.links, self.executor = self.pipeline.stages, self.pipeline.links, self.pipeline.executor
+        self.update, self.reducers = self.pipeline.updater.update, self.pipeline.updater.reducers
         for stage in self.stages.values():
             slow_down(stage, rank, settings.delay)
         self.last_here = job.placement.stages - 1 in self.stages
-        self.reduce_thread = ReduceThread()
-        self.reducers = self._reducers() if job.reduces else {}
-        self.sharded = {s: r for s, r in sorted(self.reducers.items()) if isinstance(r, ShardedReducer)}
-        for s, sharded in self.sharded.items():
-            self.stages[s].ready = partial(self._gathered, s, sharded)
-        pieces = {s: sharded.pieces for s, sharded in self.sharded.items()}
-        whole = [p for s in sorted(self.stages) for _, p in self.stages[s].named_parameters()]
-        parameters = [piece.parameter for own in pieces.values() for piece in own] if pieces else whole
-        pushing = {s: r for s, r in self.reducers.items() if isinstance(r, PushReducer)}
-        optimizer, scheduler = (None, None) if pushing else build_optimizer(job, parameters)
-        self.update = Update(parameters, optimizer, scheduler, settings.train.clip_norm)
-        self.norms = norms_of(job, self.stages, pieces, self.wiring, self.device)
-        self.watches = [Watch([p for _, p in reducer.named], reducer.seen) for reducer in self.reducers.values()]
-        self.loss = make_loss(settings.model.get("loss") or {})
-        self.tracer = tracer_for(self.device)
-        for stage in self.stages.values():
-            stage.tracer = self.tracer
-        self.links = Links(transport, self.replica * job.ranks, self.device)
-        self.executor = Executor(
-            self.rank, self.stages, self.links, self.tracer, self._specs, self._reduce, self._step, self._gather,
-            self._closing, make_overlap(settings.model.get("overlap")),
-        )  # fmt: skip
-        self.shares = Shares(job, rank, self.device, self.tracer, self._legal)
-        self.evaluation = Evaluation(job, rank, self.device, self.executor, self.stages, self.wiring, self.loss)
-        self.async_sgd = AsynchronousSGD(job, pushing, self.shares.steps) if pushing else None
-        self.window: Window | None = None  # the present one of an asynchronous schedule
-        for number, stage in self.stages.items() if job.windows else ():
-            stage.versions = Versions(number, [layer.module for layer in stage.layers])
+        self.inputs = BatchStream(job, rank, self.device, self.tracer, self._legal)
+        self.evaluation = Evaluation(job, rank, self.pipeline)
+        self.async_sgd = AsynchronousSGD(job, self.reducers, self.inputs.steps) if pushing else None
         updates = [self.update] if self.async_sgd is None else self.async_sgd.updates
-        self._held: Held | None = Held(
-            self.stages.values(), self.reducers.values(), updates, bool(self.sharded)
-        )  # until it is told
+        divided = bool(self.pipeline.updater.sharded)
+        self._memory: StaticMemory | None = StaticMemory(self.stages.values(), self.reducers.values(), updates, divided)
         self._unsent: Callable[[], None] | None = None
-        self._norm: float | None = None
+        self._load: Callable[[], None] | None = None  # the samples of the next step
         self._local_norm: Callable[[], float] = lambda: 0.0
 
-    def _reducers(self) -> dict[int, Reducer]:
-        """In the order of their REDUCE actions: the last stage first."""
-        nbytes, order, wiring = self.job.settings.allreduce.bucket_bytes, Order(), self.wiring
-        reducers: dict[int, Reducer] = {}
-        division = division_of(self.job.settings)
-        for s in sorted(self.stages, reverse=True):
-            named, rest = self.stages[s].named_parameters(), (nbytes, self.reduce_thread, order)
-            if division is not None and self.job.settings.data_parallel.asynchronous:
-                reducers[s] = push_reducer(self.job, named, wiring.sharing[s], *rest, division)
-            elif division is not None:
-                reducers[s] = ShardedReducer(named, wiring.sharing[s], *rest, division)
-            else:
-                reducers[s] = Reducer(named, wiring.reduction[s], *rest)
-        return reducers
+    def _pipeline(self, transport: Transport, pushing: bool) -> Pipeline:
+        """What runs a step; `pushing`: replicas are asynchronous."""
+        job, settings = self.job, self.job.settings
+        clip, dtype = settings.train, DTYPES[settings.precision]
+        rules = UpdateRules(
+            None if pushing else optimizer_of(settings), scheduler_of(settings), clip.clip_norm, clip.clip_norm_type,
+            division_of(settings), settings.allreduce.bucket_bytes,
+        )  # fmt: skip
+        updater = partial(PushUpdater, job=job) if pushing else Updater
+        prepared = Prepared(
+            JobTables(job), connections(job), transport, rules, dtype, updater, self.tracer, self, independent=pushing
+        )
+        with building(settings.seed, "model"):
+            layers = model_layers(settings.model)
+        return Pipeline(
+            layers, make_loss(settings.model.get("loss") or {}), schedule=settings.schedule["name"],
+            microbatches=settings.pipeline.microbatches, device=self.device, dtype=dtype,
+            autocast=autocast_of(settings.precision, self.device), seed=settings.seed,
+            overlap=make_overlap(settings.model.get("overlap")), prepared=prepared,
+        )  # fmt: skip
 
     def run(self) -> None:
         """All steps, and the evaluations between and after them."""
@@ -149,11 +126,7 @@ class Worker:
                 self.async_sgd.close()
             self._flush()
         self._compare_clocks()
-        self.links.limit(0)
-        self._await_parameters()
-        for watch in self.watches:
-            watch.close()
-        self.reduce_thread.close()
+        self.pipeline.close()
         self.post(encode("done", {"rank": self.world_rank}))
 
     def _compare_clocks(self) -> None:
@@ -162,8 +135,8 @@ class Worker:
             self.post(encode("clock", {"rank": self.world_rank} | offset._asdict()))
 
     def _train(self) -> None:
-        every, steps = self.job.settings.eval.every, self.shares.steps
-        self.shares.fetch(0)
+        every, steps = self.job.settings.eval.every, self.inputs.steps
+        self.inputs.fetch(0)
         self.tracer.pause_ended()
         done = 0
         for count in self.job.windows or [1] * steps:  # how many steps until the pipeline drains
@@ -176,7 +149,6 @@ class Worker:
             done += count
             if every != 0 and (done == steps or (every is not None and done % every == 0)):
                 self._flush()
-                self._await_parameters()  # before anything else uses the channels that they come through
                 for record in self.evaluation.run(done):
                     self.post(encode("evaluation", {"rank": self.world_rank} | record))
                 self.tracer.pause_ended()
@@ -184,16 +156,10 @@ class Worker:
     # -- one step --------------------------------------------------------------------------------------------------
 
     def _one_step(self, step: int) -> None:
-        self._begin(step, lambda: self.shares.fetch(step + 1))
-        share = self.shares.take(step)
-        count = self._count(step, share)
-        feeds = share.feeds(step, self.replica, self.loss, count)
-        for feed in feeds[:-1]:
-            self.executor.run(self.job.passes[len(feed.sizes)], feed)
-        last = feeds[-1] if feeds else Share(None, None, [[]]).feeds(step, self.replica, self.loss, count)[0]
-        self.executor.run(self.job.steps[len(last.sizes)], last)
-        losses = [float(value) for feed in feeds for _, value in sorted(feed.losses.items())]
-        self._end(step, max((len(piece) for piece in share.pieces), default=0), losses, count.local)
+        self._begin(step, lambda: self.inputs.fetch(step + 1))
+        batch = self.inputs.take(step)
+        ran = self.pipeline.run(batch, step)
+        self._end(step, max((len(piece) for piece in batch.pieces), default=0), ran.losses, ran.counted)
 
     def _begin(self, step: int, load: Callable[[], None]) -> None:
         """What is measured of a step starts here. `load`: the samples of the next one, while the rank waits anyway."""
@@ -203,8 +169,8 @@ class Worker:
         if self.async_sgd is not None:
             self.async_sgd.begin(step)
         lr = self.update.lr if self.async_sgd is None else self.async_sgd.lr
-        self._before = lr, self.links.bytes_sent, self._reduce_bytes
-        self.executor.when_idle = lambda: self._meanwhile(load)
+        self._before = lr, self.links.bytes_sent, self.pipeline.updater.bytes_sent
+        self._load = load
 
     def _end(self, step: int, microbatches: int, losses: list[float], counted: float) -> None:
         """Keep the record of a step until the rank waits next."""
@@ -215,23 +181,23 @@ class Worker:
         record = {
             "rank": self.world_rank,
             "step": step,
-            "epoch": step // self.shares.batches.per_epoch,
-            "samples": self.shares.batches.count(step),
+            "epoch": step // self.inputs.batches.per_epoch,
+            "samples": self.inputs.batches.count(step),
             "microbatches": microbatches,
             "lr": lr,
-            "grad_norm": self._norm,
+            "grad_norm": self.pipeline.updater.norm,
             "loss_sum": sum(losses) if self.last_here else None,
             "loss_count": counted if self.last_here else None,
             "peak_in_flight": self.executor.peak_in_flight,
             "peak_activation_bytes": self.executor.peak_bytes,
             "weight_versions": max((each.peak for each in versions), default=1),
             "bytes_sent_between_stages": self.links.bytes_sent - sent,
-            "reduce_bytes_sent": self._reduce_bytes - reduced,
+            "reduce_bytes_sent": self.pipeline.updater.bytes_sent - reduced,
             "rows": max((stage.largest for stage in self.stages.values()), default=0),
             "window": list(traced.window),
         }
-        told = [each.told() for each in versions]
-        pushes = None if self.async_sgd is None else self.async_sgd.told()
+        told = [each.pop_records() for each in versions]
+        pushes = None if self.async_sgd is None else self.async_sgd.pop_records()
         norm = self._local_norm
 
         def send() -> None:
@@ -254,10 +220,12 @@ class Worker:
             rows += [[n, lasted.get(n, 0), kept.get(n, 0), own.get(n, 0)] for n in sorted({*own, *kept})]
         return np.array(rows, dtype=np.int64).reshape(-1, LAYER_COLUMNS)
 
-    def _meanwhile(self, load: Callable[[], None]) -> None:
+    def waiting(self) -> None:
         """What can be done while the rank waits: report the step before, load the next one's samples."""
-        self._flush()
-        load()
+        if self._load is not None:
+            load, self._load = self._load, None
+            self._flush()
+            load()
 
     def _flush(self) -> None:
         """Post the record that is held back."""
@@ -269,14 +237,10 @@ class Worker:
 
     def _stream(self, first: int, count: int) -> None:
         """The updates of an asynchronous schedule from step `first` to its next drain."""
-        self.window = Window(first, count, self.shares, self.replica, self.loss, self._count)
-        program = self.job.streams[self.window.updates]
-        reads = read_versions(program)
-        for index, stage in self.stages.items():
-            assert stage.versions is not None
-            stage.versions.begin(first, reads[index])
-        self._begin(first, self.window.load_ahead)
-        self.executor.run(program, self.window.feed)
+        sizes = [[rows for piece in self.inputs.pieces(step) for rows in piece] for step in range(first, first + count)]
+        window = self.pipeline.window(first, sizes, self.inputs.take, None, lambda each: self._updated(each))  # noqa: PLW0108  # tests watch it
+        self._begin(first, window.load_ahead)
+        self.pipeline.run_window(window)
 
     def _updated(self, window: Window) -> None:
         """An update of the window is done: its record, and on to the next."""
@@ -284,109 +248,23 @@ class Worker:
         self._end(step, *window.updated())
         self._begin(step + 1, window.load_ahead)
 
-    # -- what the executor asks for --------------------------------------------------------------------------------
+    # -- what the pipeline tells and asks ---------------------------------------------------------------------------
 
-    def _count(self, step: int, share: Share) -> Count:
-        """What the global batch of a share counted, or where replicas are asynchronous the share: started here."""
-        start = self.wiring.sum_counts if self.async_sgd is None else Count.alone
-        return Count(self.shares.counted(step, share, self.loss), start, self.tracer, self.device)
+    def before_update(self) -> None:
+        """Keep what is to be reported of the gradients."""
+        if self._memory is not None:
+            self._memory.before_update()
+        self._local_norm = self.pipeline.updater.clip_norms.local()
+
+    def after_update(self) -> None:
+        """Report, once, what this rank keeps in memory from step to step."""
+        if self._memory is not None:
+            with nullcontext() if self.async_sgd is None else self.async_sgd.paused():
+                self.post(encode("memory", {"rank": self.world_rank} | self._memory.after_update()))
+            self._memory = None
 
     def _legal(self, microbatches: int) -> int:
         """The largest number of micro-batches, at most so many, for which there is a program."""
         if self.job.windows:
             return microbatches
         return max(m for m in self.job.steps if 0 < m <= microbatches)
-
-    def _specs(self, mode: str, rows: int) -> Sequence[MessageSpec]:
-        return self.job.boundaries[mode, rows]
-
-    @property
-    def _reduce_bytes(self) -> int:
-        return sum(reducer.bytes_sent for reducer in self.reducers.values())
-
-    def _closing(self, kind: Kind, stage: int, microbatch: int) -> None:
-        """The last backward of a stage is next: a bucket of its gradients is reduced as soon as they are there."""
-        if self._kept_back:
-            return
-        reducer = self.reducers[stage]
-        reducer.expect()
-        if kind is Kind.W:  # what does not wait for it is there
-            waiting = self.stages[stage].waiting(microbatch)
-            for number, (_, parameter) in enumerate(reducer.named):
-                if parameter not in waiting:
-                    reducer.seen(number)
-
-    def _reduce(self, stage: int) -> None:
-        if not self._kept_back:
-            self.reducers[stage].launch()
-
-    @property
-    def _kept_back(self) -> bool:
-        """Whether gradients leave at STEP only: asynchronous replicas push what is clipped already."""
-        return self.async_sgd is not None and self.update.clip_norm is not None
-
-    def _step(self, microbatch: int) -> None:
-        """STEP: the reductions are awaited, the gradients clipped, the parameters updated.
-
-        In an asynchronous schedule it names the last micro-batch of its update. Where replicas are asynchronous a
-        server updates: the gradients are clipped, and what comes back for them is awaited.
-        """
-        mark, add = self.tracer.mark, self.tracer.add
-        if self.async_sgd is None:
-            self._await_reductions()
-        norm = None
-        if self.update.clip_norm is not None:
-            start = mark()
-            norm = self.norms.total()
-            add(Kind.WAIT_NORM, -1, -1, start, mark())
-            self._norm = float(norm)
-        if self._held is not None:
-            self._held.before_update()
-        start = mark()
-        self._local_norm = self.norms.local()
-        with ExitStack() as stack:
-            for each in self.stages.values():
-                if each.versions is not None:
-                    stack.enter_context(each.versions.updating())
-            self.update.clip(norm)
-            self.update.apply()
-        add(Kind.STEP, -1, microbatch, start, mark())
-        if self.async_sgd is not None:
-            self._await_servers()
-        if self._held is not None:
-            with nullcontext() if self.async_sgd is None else self.async_sgd.paused():
-                self.post(encode("memory", {"rank": self.world_rank} | self._held.after_update()))
-            self._held = None
-        if self.window is not None:
-            self._updated(self.window)
-
-    def _gather(self, stage: int) -> None:
-        self.sharded[stage].gather()
-
-    def _await_reductions(self) -> None:
-        for stage, reducer in self.reducers.items():
-            start = self.tracer.mark()
-            reducer.wait()
-            self.tracer.add(Kind.WAIT_REDUCE, stage, -1, start, self.tracer.mark())
-            for ready, begun, ended in reducer.spans:
-                self.tracer.add_host(Kind.QUEUED, stage, -1, ready, begun)
-                self.tracer.add_host(Kind.REDUCE, stage, -1, begun, ended)
-
-    def _await_servers(self) -> None:
-        """The pushes are applied, and the weights for the next step are there."""
-        if self._kept_back:
-            for reducer in self.reducers.values():
-                reducer.launch()
-        self.executor.idle()
-        self._await_reductions()
-
-    def _await_parameters(self) -> None:
-        for stage in self.stages.values():
-            stage.ready()
-
-    def _gathered(self, stage: int, sharded: ShardedReducer) -> None:
-        """Before a stage is used: its parameters are whole."""
-        start = self.tracer.mark()
-        if sharded.gathered():
-            self.tracer.add(Kind.WAIT_GATHER, stage, -1, start, self.tracer.mark())
-            self.tracer.add_host(Kind.GATHER, stage, -1, *sharded.gather_span)

@@ -14,9 +14,10 @@ from harness import settings
 from workers import RUNS, Run
 
 from engine.job import Job
+from engine.pipeline.communicators import Communicators
 from engine.prepare.prepare import prepare
 from engine.settings import AllReduce
-from engine.training.build import Wiring
+from engine.training.connections import connections
 from engine.transport import Edge, Transport
 
 STARTS = 2
@@ -47,7 +48,7 @@ def started(job: Job, seed: int) -> Callable[[Transport], tuple[Late, list[float
 
     def main(transport: Transport) -> tuple[Late, list[float]]:
         late = Late(transport, random.Random(f"{seed} {transport.rank}"))
-        wiring = Wiring(job, late)
+        wiring = Communicators(connections(job), late)
         pipeline, copies, count = (torch.ones(1, dtype=torch.float64) for _ in range(3))
         done = wiring.sum_counts(count)
         wiring.sum_over_pipeline(pipeline)

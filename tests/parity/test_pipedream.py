@@ -20,12 +20,12 @@ from toys import Hiding
 
 from engine.cli.config import check, from_plain
 from engine.pipeline.versions import Versions
+from engine.pipeline.window import Window
 from engine.plan.schedules import build
 from engine.plan.text import to_csv
 from engine.prepare.prepare import prepare
 from engine.report.recorder import Recorder
 from engine.settings import Eval, Settings
-from engine.training.window import Window
 from engine.training.worker import Worker
 
 PIPEDREAM: dict[str, Any] = {"name": "pipedream"}

@@ -13,9 +13,10 @@ from harness import run_threads, settings
 from torch import Tensor
 
 from engine.job import Job
+from engine.pipeline.batch import ReplicaBatch
 from engine.prepare.prepare import prepare
 from engine.telemetry.trace import Tracer
-from engine.training.feed import Share, Shares
+from engine.training.inputs import BatchStream
 from engine.training.worker import Worker
 
 CPU = torch.device("cpu")
@@ -52,12 +53,12 @@ def spoil(rank: int) -> None:
     random.seed(rank)
 
 
-def shares(job: Job, workers: int, steps: int) -> dict[tuple[int, int], Share]:
+def shares(job: Job, workers: int, steps: int) -> dict[tuple[int, int], ReplicaBatch]:
     """By (world rank, step), each rank in a process state of its own."""
     job = replace(job, settings=replace(job.settings, data={"_target_": "toys.Augmented", "workers": workers}))
     found = {}
     for rank in range(job.world):
-        loads = Shares(job, rank, CPU, Tracer(), lambda m: m)
+        loads = BatchStream(job, rank, CPU, Tracer(), lambda m: m)
         for step in range(steps):
             spoil(rank + step)
             found[rank, step] = loads.take(step)
@@ -83,14 +84,14 @@ def test_augmentations_agree_within_a_replica_and_differ_between_them(workers: i
 def test_loading_while_others_draw_takes_nothing_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that are threads share torch's default generator; both ends still see the same samples."""
     ends: dict[tuple[int, int], Any] = {}
-    take = Shares.take
+    take = BatchStream.take
 
-    def noted(self: Shares, step: int) -> Share:
+    def noted(self: BatchStream, step: int) -> ReplicaBatch:
         share = take(self, step)
         ends[self._replica * 2 + self._rank, step] = share
         return share
 
-    monkeypatch.setattr(Shares, "take", noted)
+    monkeypatch.setattr(BatchStream, "take", noted)
     model = {"_target_": "toys.mlp4", "width": 3, "classes": 3, "p": 0.5, "loss": {"_target_": "torch.nn.MSELoss"}}
     run_threads(settings("1f1b", 2, 2, replicas=2, steps=4, model=model, data={"_target_": "toys.Augmented"}))
     assert len(ends) == 16

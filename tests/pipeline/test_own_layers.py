@@ -10,7 +10,7 @@ import torch
 from harness import run_threads, settings
 from torch import Tensor, nn
 
-from engine.prepare.inspect import FakeModel
+from engine.pipeline.inspection.fake_model import FakeModel
 from engine.prepare.prepare import prepare
 
 

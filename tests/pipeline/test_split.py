@@ -253,7 +253,7 @@ def test_stage_with_several_outputs(precision: None) -> None:
     for halves in (False, True):
         torch.manual_seed(1)
         model = Free(lambda m, x: (m.a(x), m.b(x).chunk(2, -1)))  # type: ignore[arg-type,return-value]
-        stage = Stage(0, [StageLayer(0, "m", model, False)], torch.device("cpu"), 0)
+        stage = Stage(0, [StageLayer(0, "m", model)], torch.device("cpu"), 0)
         x = torch.randn(4, WIDTH)
         (a, (_, c)), _ = stage.forward(0, None, x, None, Draw(0, 0, 0), None, 4, halves)
         gradients = [torch.ones_like(a), None, torch.ones_like(c)]
@@ -273,7 +273,7 @@ def test_stage_that_hands_on_a_parameter(precision: None) -> None:
     for halves in (False, True):
         torch.manual_seed(1)
         model = Free(lambda m, x: (m.b(m.a(x)), m.a.weight))  # type: ignore[arg-type,return-value]
-        stage = Stage(0, [StageLayer(0, "m", model, False)], torch.device("cpu"), 0)
+        stage = Stage(0, [StageLayer(0, "m", model)], torch.device("cpu"), 0)
         for microbatch in range(3):
             x = torch.randn(4, WIDTH)
             (y, _), _ = stage.forward(microbatch, None, x, None, Draw(0, microbatch, 0), None, 4, halves)
@@ -478,7 +478,7 @@ def test_what_only_the_first_half_needed_is_released_after_it() -> None:
 
 def test_a_stage_counts_what_is_kept_for_the_second_half() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 50), nn.Tanh(), nn.Linear(50, 2))
-    stage = Stage(0, [StageLayer(0, "m", model, False)], torch.device("cpu"), 0)
+    stage = Stage(0, [StageLayer(0, "m", model)], torch.device("cpu"), 0)
     for m in range(2):
         stage.forward(m, None, torch.randn(3, WIDTH), None, Draw(0, m, 0), torch.sum, 3, halves=True)
     before = stage.live_bytes
@@ -511,7 +511,7 @@ def test_a_mode_belongs_to_its_thread() -> None:
 
 def test_a_whole_backward_is_plain_torch() -> None:
     """Nothing is routed for a micro-batch whose backward comes whole."""
-    stage = Stage(0, [StageLayer(0, "m", nn.Linear(2, 2), False)], torch.device("cpu"), 0)
+    stage = Stage(0, [StageLayer(0, "m", nn.Linear(2, 2))], torch.device("cpu"), 0)
     output, _ = stage.forward(0, None, torch.randn(1, 2), None, Draw(0, 0, 0), None, 1)
     assert type(output.grad_fn).__name__ == "AddmmBackward0"
 

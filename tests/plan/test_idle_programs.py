@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 from harness import settings
 
+from engine.plan import programs
 from engine.plan.actions import Action, Op, Program
 from engine.plan.lowering import lower
+from engine.plan.programs import idle_step
 from engine.plan.schedules import build
 from engine.plan.verify import InvalidProgram, verify_idle
 from engine.prepare import prepare
@@ -19,7 +21,7 @@ SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zb_v", "dualpipe", "chimera"]
 def pair(schedule: str, reduce: bool = True, gather: bool = True) -> tuple[Program, Program]:
     """(the idle program, one with samples)"""
     whole = lower(build(schedule, 2, 4), reduce, step=True, gather=gather)
-    return prepare._idle(whole.placement, reduce, gather), whole
+    return idle_step(whole.placement, reduce, gather), whole
 
 
 def changed(program: Program, rank: int, row: list[Action]) -> Program:
@@ -76,7 +78,7 @@ def test_what_nobody_else_does_is_named() -> None:
 def test_a_job_with_a_broken_idle_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = settings("1f1b", 2, 2, 2, train=replace(settings().train, steps=1))
     prepare.prepare(asked, ".", ".")
-    made = prepare._idle
-    monkeypatch.setattr(prepare, "_idle", lambda placement, reduce, gather: made(placement, False, gather))
+    made = programs.idle_step
+    monkeypatch.setattr(programs, "idle_step", lambda placement, reduce, gather: made(placement, False, gather))
     with pytest.raises(ValueError, match=r"program idle is invalid.* lacks 0REDUCE_GRAD"):
         prepare.prepare(asked, ".", ".")

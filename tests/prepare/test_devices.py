@@ -17,6 +17,7 @@ from workers import over
 from engine.cli import run
 from engine.distributed import DistributedOptimizer, World
 from engine.environment import seat_of, tasks_here
+from engine.pipeline.batch import ReplicaBatch
 from engine.prepare.devices import choose, passed_over
 from engine.training import device
 from engine.transport.threads import ThreadHub, ThreadTransport
@@ -107,18 +108,19 @@ def test_counts_are_summed_where_the_stage_is() -> None:
     devices: list[torch.device] = []
 
     def watch(worker: Any) -> None:
-        inner, share = worker.wiring.sum_counts, worker.shares
+        pipeline = worker.pipeline
+        inner = pipeline.communicators.sum_counts
 
         def summed(count: torch.Tensor) -> Any:
             devices.append(count.device)
             return inner(count.cpu()) if count.device.type == "cpu" else lambda: None
 
-        worker.wiring.sum_counts = summed
-        own, worker.device = worker.device, torch.device("meta")
-        empty = type("Share", (), {"pieces": []})
-        assert share.counted(0, empty, worker.loss) == 0.0
-        worker._count(0, empty)
-        worker.device = own
+        pipeline.communicators.sum_counts = summed
+        own, pipeline.device = pipeline.device, torch.device("meta")
+        empty = ReplicaBatch(None, None, [])
+        assert pipeline.counted(0, empty) == 0.0
+        pipeline.count(0, empty)
+        pipeline.device = own
 
     ran = run_threads(settings(ranks=1, replicas=2), watch)
     assert [device.type for device in devices].count("meta") == 2  # one of each worker

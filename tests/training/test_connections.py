@@ -15,10 +15,10 @@ from workers import over_gloo, over_shared
 
 from engine.cli import run
 from engine.launch import supervise
+from engine.pipeline.communicators import Communicators
 from engine.prepare.prepare import prepare
 from engine.settings import AllReduce
 from engine.training import connections as module
-from engine.training.build import Wiring
 from engine.training.connections import OWN, check_open_files, connections, files_needed
 from engine.transport import Transport
 
@@ -52,7 +52,7 @@ def test_files_are_counted_as_they_are_opened(case: str, transport: str) -> None
     done = threading.Barrier(job.world)
 
     def main(end: Transport) -> None:
-        Wiring(job, end)
+        Communicators(connections(job), end)
         all_are_there.wait(LIMIT_S)
         done.wait(LIMIT_S)
 

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.training.microbatch import Batches, passes, sizes, take
+from engine.pipeline.microbatch import passes, sizes, take
+from engine.training.batches import Batches
 
 
 @given(st.integers(0, 300), st.integers(1, 40))

@@ -18,7 +18,7 @@ from workers import over_shared, pair
 
 from engine.job import Job
 from engine.settings import Eval, Settings
-from engine.training import meet
+from engine.training import connect
 from engine.transport import Edge, PeerTimeout, Transport
 from engine.transport.segments import LEAST_BYTES, MOST_BYTES, Mapped, Segments, size_of
 from engine.transport.shared import SharedMemoryTransport, available
@@ -175,18 +175,18 @@ def test_a_stranger_is_not_taken_for_a_peer() -> None:
 
 def test_the_transport_that_a_run_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     base = Settings(device="cpu")
-    assert meet.transport_of(base) == "shared_memory"
-    assert meet.transport_of(replace(base, transport="gloo")) == "gloo"
+    assert connect.transport_of(base) == "shared_memory"
+    assert connect.transport_of(replace(base, transport="gloo")) == "gloo"
     for changed, why in ((replace(base, launch="threads"), "launch=threads"), (replace(base, device="cuda"), "GPUs")):
-        assert meet.transport_of(changed) == "gloo"
+        assert connect.transport_of(changed) == "gloo"
         with pytest.raises(ValueError, match=f"transport=shared_memory.*{why}.*use transport=auto"):
-            meet.transport_of(replace(changed, transport="shared_memory"))
+            connect.transport_of(replace(changed, transport="shared_memory"))
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "x")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "1")
-    assert meet.transport_of(base) == "gloo"
+    assert connect.transport_of(base) == "gloo"
     with pytest.raises(ValueError, match="between hosts"):
-        meet.transport_of(replace(base, transport="shared_memory"))
+        connect.transport_of(replace(base, transport="shared_memory"))
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from engine.prepare.prepare import prepare
 from engine.settings import AllReduce
 from engine.telemetry import position
 from engine.telemetry.records import Record, encode
-from engine.training.meet import store_in
+from engine.training.connect import store_in
 from engine.transport import Edge, Transport, rendezvous
 from engine.transport.credentials import StrangerError
 from engine.transport.ends import introduction

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from engine.pipeline.boundary import MessageTable
 from engine.pipeline.stage import Draw
 from engine.plan.actions import Action, Op, Placement, Program
 
@@ -49,9 +50,12 @@ class Feed:
     draw: Callable[[int], Draw]
     loss: Callable[[Any, Any], Tensor]  # sum over a micro-batch
     count: Callable[[int], float]  # what a micro-batch's global batch counted; may wait for the other replicas
+    messages: MessageTable  # what stages hand on, by the samples of a micro-batch
+    updated: Callable[[], None] | None = None  # called behind each update of the program
     evaluated: Callable[[Any, Any, int], None] | None = None  # output, target, micro-batch: given in evaluation only
     losses: dict[int, Tensor] = field(default_factory=dict)  # filled: micro-batch -> loss sum
 
     @property
     def training(self) -> bool:
+        """Whether graphs are kept for backwards."""
         return self.evaluated is None

@@ -9,6 +9,7 @@ what it holds (`changes`).
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
@@ -29,14 +30,15 @@ from engine.errors import a_type, cause, message_of, refusing, said
 from engine.job import Layer, MessageSpec
 from engine.pipeline.boundary import Message, describe, shapes
 from engine.pipeline.dtypes import in_precision
+from engine.pipeline.inspection.changes import Changes, Holdings, memory_of
 from engine.pipeline.losses import Loss
 from engine.pipeline.modes import begin_training, evaluating
-from engine.prepare.changes import Changes, Holdings, memory_of
 
 _TORCHS_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
+_ALONE = threading.RLock()  # ranks may be threads, and what is patched or filtered here belongs to the process
 _PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv"))
 
 
@@ -87,21 +89,21 @@ class FakeModel:
         self,
         factories: Callable[[], Sequence[tuple[str, Callable[[], nn.Module]]]],
         device: torch.device,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._device, self._dtype, self._autocast = device, dtype, autocast
-        self._draws: set[int] = set()
+        self.draws: set[int] = set()  # layers that draw random numbers in training
         self._sends: dict[int, tuple[int, int]] = {}  # of a training pass, by layer
         self.changes: dict[int, Changes] = {}  # by layer: what its forward in training changes
         self.random_loss = False  # whether the loss may draw: it did, or it could not be watched to its end
-        with quiet(), self._mode, torch.device(device), _convertible():
+        with _ALONE, quiet(), self._mode, torch.device(device), _convertible():
             made = factories()
             self.names = [name for name, _ in made]
             built = [_built(name, factory) for name, factory in made]
             _refuse_shared(self.names, built)
-            self.modules = [_cast(module, dtype) for module in built]
+            self.modules = [_cast(module, device, dtype) for module in built]
             for module in self.modules:
                 begin_training(module)
         if len(set(self.names)) != len(self.names):
@@ -126,7 +128,7 @@ class FakeModel:
                 name,
                 sum(p.numel() for p in m.parameters()),
                 sum(p.requires_grad for p in m.parameters()),
-                i in self._draws,
+                i in self.draws,
                 self._sends.get(i),
             )
             for i, (name, m) in enumerate(zip(self.names, self.modules, strict=True))
@@ -139,19 +141,30 @@ class FakeModel:
 
         ValueError naming the layer that cannot run, or the loss where it cannot take the output.
         """
+        return self.handed_on(lambda: self._batches(sample, rows), rows, split, training, loss)
+
+    def handed_on(
+        self,
+        batch: Callable[[], tuple[Any, Any]],
+        rows: int,
+        split: Sequence[int],
+        training: bool,
+        loss: Loss | None,
+    ) -> tuple[MessageSpec, ...]:
+        """The same for a fake micro-batch (input, target) that `batch` makes, called under the mode."""
         ends = {start - 1 for start in split[1:]} | {len(self.modules) - 1}
         specs = []
         tried = None if loss is None else loss.apart(training)
         mode = nullcontext() if training else evaluating(self.modules)
-        with quiet(), self._mode, torch.set_grad_enabled(training), self._autocast(), mode:
-            value = self._batch(sample[0], rows)
+        with _ALONE, quiet(), self._mode, torch.set_grad_enabled(training), self._autocast(), mode:
+            value, target = batch()
             for index, module in enumerate(self.modules):
                 value = self._through(index, module, value, rows)
                 if index in ends:
                     specs.append(describe(value))
                 if training:
                     self._see(index, value)
-            self._try_loss(tried, value, self._batch(sample[1], rows))
+            self._try_loss(tried, value, target)
         return tuple(specs)
 
     def output(self, sample: tuple[Any, Any], rows: int) -> MessageSpec:
@@ -193,13 +206,16 @@ class FakeModel:
         if torch.is_grad_enabled() and any(found := held.changes(watch.written)):
             self.changes[index] = found
         if watch.drawn:
-            self._draws.add(index)
+            self.draws.add(index)
         if watch.sparse:
             raise ValueError(
                 f"layer {self.names[index]!r} makes sparse gradients ({watch.sparse}), which can be neither reduced "
                 "over replicas nor clipped: use sparse=False"
             )
         return result
+
+    def _batches(self, sample: tuple[Any, Any], rows: int) -> tuple[Any, Any]:
+        return self._batch(sample[0], rows), self._batch(sample[1], rows)
 
     def _batch(self, sample: Any, rows: int) -> Any:
         """A fake batch of `rows` items like `sample`, collated as a DataLoader does."""
@@ -293,16 +309,19 @@ def _convertible() -> Iterator[None]:
         nn.Module._apply = whole  # type: ignore[method-assign]
 
 
-def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+def _cast(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
     """`dtypes.cast`, which a fake module refuses: parameters and buffers in place, shared ones stay so."""
     made: dict[Tensor, Tensor] = {}
     for part in module.modules():
         for table in (part._parameters, part._buffers):
             for name, tensor in table.items():
-                if tensor is None or tensor.dtype == (wanted := in_precision(tensor.dtype, dtype)):
+                if tensor is None:
+                    continue
+                wanted = in_precision(tensor.dtype, dtype)
+                if tensor.dtype == wanted and tensor.device.type == device.type:
                     continue
                 if tensor not in made:
-                    moved = tensor.detach().to(wanted)
+                    moved = tensor.detach().to(device, wanted)
                     parameter = isinstance(tensor, nn.Parameter)
                     made[tensor] = nn.Parameter(moved, tensor.requires_grad) if parameter else moved
                 table[name] = made[tensor]  # type: ignore[assignment]

@@ -1,73 +1,27 @@
-"""Which samples a step takes, which replica gets them, and how a replica's share becomes micro-batches.
+"""How a replica's share of a batch becomes passes of micro-batches.
 
-    epoch order ── step t takes the next G ──> replica r takes its contiguous share ──> passes ──> micro-batches
+    a replica's share ──> passes ──> micro-batches
 
 Pieces differ by at most one in size, larger ones first, and none is empty (the obvious tensor-splitting call gives
-3 pieces for 6 rows in 4). All of it follows from (samples, G, R, accumulate, M, seed) alone, so every rank knows every
-other rank's sizes without asking.
+3 pieces for 6 rows in 4). All of it follows from (share, accumulate, M) alone, so every rank knows every other rank's
+sizes without asking.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from engine.errors import a_type
-from engine.pipeline.seeds import seed_for
 
 
 def sizes(total: int, parts: int) -> list[int]:
     """`total` in `parts` pieces that differ by at most one, larger first: sizes(6, 4) == [2, 2, 1, 1]."""
     small, extra = divmod(total, parts)
     return [small + 1] * extra + [small] * (parts - extra)
-
-
-@dataclass(frozen=True)
-class Batches:
-    """The batches of a run over `samples`: `global_size` each, the last of an epoch shorter or left out."""
-
-    samples: int
-    global_size: int
-    replicas: int
-    seed: int
-    shuffle: bool
-    drop_last: bool = False  # leave out a short last batch
-
-    @property
-    def per_epoch(self) -> int:
-        return self.samples // self.global_size if self.drop_last else -(-self.samples // self.global_size)
-
-    def steps(self, steps: int | None, epochs: int | None) -> int:
-        """How many batches a run takes: `steps`, or so many whole epochs where that is None."""
-        return steps if steps is not None else (epochs or 0) * self.per_epoch
-
-    def count(self, index: int) -> int:
-        """Samples of the `index`-th batch of the run, over all replicas."""
-        at = index % self.per_epoch * self.global_size
-        return min(self.global_size, self.samples - at)
-
-    def order(self, epoch: int) -> Tensor:
-        """The epoch's order of samples: int64 [samples]."""
-        if not self.shuffle:
-            return torch.arange(self.samples)
-        generator = torch.Generator().manual_seed(seed_for(self.seed, "epoch", epoch))
-        return torch.randperm(self.samples, generator=generator)
-
-    def shares(self, replica: int, count: int) -> Iterator[list[int]]:
-        """This replica's sample indices for batches 0..count-1, without those that leave it no sample."""
-        order, epoch = torch.empty(0), -1
-        for index in range(count):
-            if index // self.per_epoch != epoch:
-                epoch = index // self.per_epoch
-                order = self.order(epoch)
-            share = sizes(self.count(index), self.replicas)
-            at = index % self.per_epoch * self.global_size + sum(share[:replica])
-            if share[replica]:
-                yield order[at : at + share[replica]].tolist()
 
 
 def passes(share: int, accumulate: int, microbatches: int, legal: Callable[[int], int]) -> list[list[int]]:
@@ -124,3 +78,11 @@ def _at(where: str) -> str:
 def offsets(pieces: Sequence[int]) -> list[int]:
     """Where each piece starts."""
     return [sum(pieces[:i]) for i in range(len(pieces))]
+
+
+def samples_of(value: Any) -> int:
+    """How many samples a batch holds: the length of its first tensor that has dimensions. ValueError without one."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            return len(leaf)
+    raise ValueError(f"the input of a batch is {a_type(value)} without a tensor whose dimension 0 counts its samples")

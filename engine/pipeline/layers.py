@@ -1,0 +1,130 @@
+"""The layers of a model: an nn.Sequential taken apart, or a list. Each rank builds, or keeps, those of its stages."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import a_type
+from engine.pipeline.dtypes import cast
+from engine.pipeline.modes import begin_training
+from engine.pipeline.seeds import building
+
+Factory = Callable[[], nn.Module]
+Given = nn.Sequential | Sequence[nn.Module | tuple[str, nn.Module | Factory]]
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class GivenLayer(NamedTuple):
+    """A layer as it was given: `made`, or to be made by `factory`."""
+
+    name: str
+    made: nn.Module | None
+    factory: Factory | None
+
+    def build(self, number: int, device: torch.device, dtype: torch.dtype | None, seed: int) -> nn.Module:
+        """The layer on `device`, in training mode. `factory` is seeded from (seed, number); `dtype` None: its own."""
+        if self.made is not None:
+            return cast(self.made, device, dtype)
+        assert self.factory is not None
+        with building(seed, number):
+            module = self.factory()
+        cast(module, device, dtype)
+        begin_training(module)
+        return module
+
+
+def layers_of(given: Given) -> list[GivenLayer]:
+    """The layers of an nn.Sequential, of a list of modules, or of (name, module) or (name, factory) pairs.
+
+    Names are those of the unsplit model: a module without one is called by its position, as in nn.Sequential.
+    ValueError for anything else, and for an nn.Sequential that does more than to run its children one after another.
+    """
+    if isinstance(given, nn.Sequential):
+        return [GivenLayer(name, child, None) for name, child in children_of(given, "layers is")]
+    if isinstance(given, nn.Module) or not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise ValueError(
+            f"layers is {a_type(given) if given != [] else 'an empty list'}; give an nn.Sequential, or a list of "
+            "modules, of (name, module), or of (name, function that builds the module)"
+        )
+    return [_layer(number, item) for number, item in enumerate(given)]
+
+
+def _layer(number: int, item: Any) -> GivenLayer:
+    named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
+    name, value = item if named else (str(number), item)
+    if isinstance(value, nn.Module):
+        return GivenLayer(name, value, None)
+    if named and callable(value):
+        return GivenLayer(name, None, value)
+    raise ValueError(
+        f"layers[{number}] is {a_type(value)}; a layer is a module, (name, module), or (name, function that builds it)"
+    )
+
+
+def children_of(made: nn.Sequential, where: str) -> list[tuple[str, nn.Module]]:
+    """(name, child) of a container that only runs its children in order; ValueError, beginning with `where`, if not."""
+    if more := _beyond_children(made):
+        raise ValueError(
+            f"{where} {a_type(made)} with {more}, which is lost where its children run on different ranks: use a list "
+            "of (dotted name, function that builds the layer) instead, with that inside a layer"
+        )
+    if not len(made):
+        raise ValueError(f"{where} {a_type(made)} without layers: add some")
+    return list(made._modules.items())  # named_children() leaves out a module's second use
+
+
+def _beyond_children(made: nn.Sequential) -> str:
+    """What a container does besides running its children one after another, in words; empty where nothing."""
+    kind = type(made)
+    for name, own in (
+        *(("forward", nn.Sequential), ("__iter__", nn.Sequential)),
+        *(("__call__", nn.Module), ("train", nn.Module), ("eval", nn.Module)),
+    ):
+        if name in vars(made) or getattr(kind, name) is not getattr(own, name):
+            return f"a {name} of its own"
+    if any(getattr(made, hooks) for hooks in _HOOKS):
+        return "hooks on it"
+    if torch.nn.modules.module._has_any_global_hook():
+        return "hooks that were registered for all modules"
+    if made._parameters or made._buffers:
+        return f"tensors of its own ({', '.join([*made._parameters, *made._buffers])})"
+    return ""
+
+
+def fakes_of(given: Iterable[GivenLayer]) -> list[tuple[str, Factory]]:
+    """(name, factory) of each layer, to be called under FakeTensorMode: modules that exist are copied without data.
+
+    Weights that several layers share are shared by the copies too.
+    """
+    memo: dict[int, Any] = {}
+
+    def fake(module: nn.Module) -> nn.Module:
+        for tensor in _tensors(module):
+            if id(tensor) not in memo:
+                memo[id(tensor)] = _without_data(tensor)
+        return copy.deepcopy(module, memo)
+
+    return [
+        (name, factory if module is None else lambda module=module: fake(module))  # type: ignore[misc]
+        for name, module, factory in given
+    ]
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters, buffers, and tensors kept as plain attributes."""
+    yield from module.parameters()
+    yield from module.buffers()
+    for part in module.modules():
+        yield from (value for value in vars(part).values() if isinstance(value, Tensor))
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)

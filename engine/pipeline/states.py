@@ -1,0 +1,75 @@
+"""The state of the whole model, gathered from its stages and handed out to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+from torch.nn.modules.module import _IncompatibleKeys
+
+from engine.collectives import Group
+from engine.distributed.broadcast import broadcast_value
+from engine.errors import refusing, said
+from engine.pipeline.stage import Stage
+from engine.plan.actions import Placement
+from engine.transport import Transport
+
+MOST_NAMED = 5
+
+
+class WholeState:
+    """As the rank that holds `stages` sees it. Channels between any two ranks are opened when they are first needed."""
+
+    def __init__(self, stages: Mapping[int, Stage], placement: Placement, transport: Transport, label: str) -> None:
+        self._stages, self._placement, self._transport, self._label = stages, placement, transport, f"{label}state"
+
+    @cached_property
+    def _group(self) -> Group:
+        everybody = range(self._transport.world)
+        self._transport.open(Group.edges(everybody, self._label))
+        return Group(self._transport, everybody, self._label)
+
+    def gather(self) -> dict[str, Any]:
+        """Name -> a copy on the CPU, in the order of the model: what the first copies of replica 0 hold."""
+        state: dict[str, Any] = {}
+        for stage in range(self._placement.stages):
+            own = self._stages[stage].state_dict() if self._owns(stage) else {}
+            state |= self._from_owner(stage, {name: _copy(value) for name, value in own.items()})
+        return state
+
+    def load(self, state: Mapping[str, Any], strict: bool) -> _IncompatibleKeys:
+        """Copy what of `state` is this rank's; the names that are missing and that are unknown."""
+        known: list[str] = []
+        for stage in range(self._placement.stages):
+            known += self._from_owner(stage, list(self._stages[stage].state_dict()) if self._owns(stage) else [])
+        missing, unknown = [n for n in known if n not in state], [n for n in state if n not in set(known)]
+        if strict and (missing or unknown):
+            parts = [
+                f"{what} {_listed(names)}" for what, names in (("lacks", missing), ("has unknown", unknown)) if names
+            ]
+            raise ValueError(f"the state {' and '.join(parts)}: load that of the same model, or give strict=False")
+        for held in self._stages.values():
+            for layer in held.layers:
+                names = {f"{layer.name}.{key}": key for key in layer.module.state_dict()}
+                own = {key: state[name] for name, key in names.items() if name in state}
+                with refusing(lambda error: f"layer {layer.name!r} does not take its state: {said(error)}"):  # noqa: B023
+                    layer.module.load_state_dict(own, strict=False)
+        return _IncompatibleKeys(missing, unknown)
+
+    def _owns(self, stage: int) -> bool:
+        return self._transport.rank == self._placement.rank_of[0][stage]
+
+    def _from_owner(self, stage: int, value: Any) -> Any:
+        if self._transport.world == 1:
+            return value
+        return broadcast_value(value, self._placement.rank_of[0][stage], self._group)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
