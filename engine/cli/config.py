@@ -24,6 +24,7 @@ from engine.plan.choose import ALL
 from engine.plan.schedules import SCHEDULES, offered_schedules
 from engine.plan.schedules import build as build_schedule
 from engine.settings import Settings
+from engine.transports import AUTO, TRANSPORTS
 
 T = TypeVar("T")
 
@@ -34,7 +35,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("train", "plan"),
     "launch": ("processes", "threads"),
     "device": ("auto", "cpu", "cuda"),
-    "transport": ("auto", "shared_memory", "gloo"),
     "precision": ("fp32", "bf16", "fp64"),
     "recompute": ("none",),
     "pin_workers": ("never", "waiting", "always"),
@@ -196,6 +196,7 @@ def check(settings: Settings) -> None:
     """What needs neither torch nor the model: ranges, choices, combinations. Raises ValueError."""
     for path, choices in CHOICES.items():
         one_of(path, get(settings, path), choices)
+    one_of("transport", settings.transport, (AUTO, *TRANSPORTS))
     one_of("partition.name", settings.partition.get("name"), PARTITIONS)
     for key in set(settings.partition) - {"name", "split"}:
         raise ValueError(unknown("key", f"partition.{key}", ("partition.name", "partition.split")))

@@ -35,7 +35,8 @@ from engine.training.meet import store_in
 from engine.transport import Edge, Transport, rendezvous
 from engine.transport.credentials import StrangerError
 from engine.transport.ends import introduction
-from engine.transport.shared import SharedMemoryTransport, available
+from engine.transport.shared import SharedMemoryTransport
+from engine.transports import shared_memory_missing
 
 NOBODY = 65534
 EDGE = Edge(0, 1, "F")
@@ -48,7 +49,7 @@ def fork_server() -> None:
 
 
 pytestmark = [
-    pytest.mark.skipif(not available(), reason="needs Linux"),
+    pytest.mark.skipif(bool(shared_memory_missing()), reason="needs Linux"),
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user"),
 ]
 
