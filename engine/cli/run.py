@@ -191,15 +191,11 @@ def _prepared(settings: Settings, start_dir: str, run_dir: str) -> Job:
         from engine.launch.supervise import warm_up
 
         warm_up()
-    from engine.cli.config import one_of
-    from engine.collectives import COLLECTIVES
-    from engine.gradients.division import DIVISIONS
     from engine.launch import handover
     from engine.prepare.prepare import prepare
 
     try:
         _check_launcher(settings)
-        one_of("allreduce.name", settings.allreduce.name, [*COLLECTIVES, *DIVISIONS])
         handover.check(settings)
         return prepare(settings, start_dir, run_dir)
     except ValueError as error:
