@@ -71,11 +71,8 @@ def test_a_run_sums_with_it_by_name(own: AllReduceInfo, engine: Engine) -> None:
     assert len(SUMS) >= 2 * 3
     said = engine(*SMALL, "allreduce=ring", "hydra.run.dir=runs/b")
     mine, theirs = (json.loads((folder / "summary.json").read_text()) for folder in said.runs)
-    assert (
-        mine["loss"]["last"] == pytest.approx(theirs["loss"]["last"], rel=1e-5)
-       
+    assert mine["loss"]["last"] == pytest.approx(theirs["loss"]["last"], rel=1e-5)
     assert mine["allreduce"]["name"] == own.name
-    )
 
 
 def test_it_is_in_every_list_that_the_row_says(own: AllReduceInfo) -> None:
