@@ -24,7 +24,7 @@ from engine.account.finite import LossNotFiniteError
 from engine.errors import ExhaustedError, Interrupted, printable, said
 from engine.files import UnwritableError, write_json, write_text
 from engine.launch import interrupt
-from engine.launch.verdict import Outcome
+from engine.launch.failure_report import Outcome
 from engine.plan.actions import Program
 from engine.plan.choose import activations, compare, table
 from engine.plan.lowering import lower

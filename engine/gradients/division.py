@@ -22,7 +22,7 @@ from engine.allreduces import ALLREDUCES
 from engine.collectives.ops import ReduceOp
 from engine.collectives.primitives.group import Group
 from engine.collectives.primitives.many_to_many import all_gather_into_tensor, reduce_scatter_tensor
-from engine.collectives.shapes import flat as star
+from engine.collectives.topologies import flat as star
 from engine.collectives.trees import down, up
 from engine.gradients.layout import Bucket
 from engine.registry import Loaded

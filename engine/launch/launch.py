@@ -16,9 +16,9 @@ import torch
 from engine import environment
 from engine.job import Job
 from engine.launch import interrupt, joined
+from engine.launch.failure_report import Outcome, Verdict
 from engine.launch.rank import guarded, thread_logging, work
 from engine.launch.supervise import Entry, OnRecord, Supervisor
-from engine.launch.verdict import Outcome, Verdict
 from engine.telemetry.records import decode
 from engine.training.cores import limit_threads
 from engine.training.meet import connect

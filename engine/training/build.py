@@ -16,7 +16,7 @@ from torch import nn
 
 from engine.collectives import Collective, Group
 from engine.errors import a_type
-from engine.gradients.pieces import Piece
+from engine.gradients.shard_parameters import Piece
 from engine.job import Job
 from engine.pipeline.dtypes import cast
 from engine.pipeline.modes import begin_training

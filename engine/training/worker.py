@@ -19,10 +19,10 @@ import torch
 
 from engine.gradients.background import ReduceThread
 from engine.gradients.buckets import Reducer
+from engine.gradients.grad_hooks import Watch
 from engine.gradients.order import Order
 from engine.gradients.servers.pushes import PushReducer
 from engine.gradients.shards import ShardedReducer
-from engine.gradients.watch import Watch
 from engine.job import Job, MessageSpec
 from engine.pipeline.executor import Executor
 from engine.pipeline.lazy_dynamo import put_off

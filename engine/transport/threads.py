@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from engine.transport import AnyMemory, Channel, Edge, Endpoint, PeerLost, Work
-from engine.transport.patience import Patience
 from engine.transport.queues import Queues
 from engine.transport.sums import Group
+from engine.transport.timeouts import Patience
 
 
 class ThreadHub:

@@ -21,8 +21,8 @@ from workers import over_shared, pair
 from engine.cli import limits
 from engine.environment import inherited_files
 from engine.errors import ExhaustedError
+from engine.launch.failure_report import Verdict
 from engine.launch.rank import error_record
-from engine.launch.verdict import Verdict
 from engine.telemetry.records import decode
 from engine.training.source import _explained
 from engine.transport import PeerError, Transport, segments

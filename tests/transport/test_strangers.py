@@ -24,9 +24,9 @@ from workers import over
 from engine import environment
 from engine.cli.composition import targets
 from engine.launch import delivery, handover, joined
+from engine.launch.failure_report import Verdict
 from engine.launch.launch import in_processes
 from engine.launch.supervise import warm_up
-from engine.launch.verdict import Verdict
 from engine.prepare.prepare import prepare
 from engine.settings import AllReduce
 from engine.telemetry import position

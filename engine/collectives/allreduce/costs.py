@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from engine.allreduces import ALLREDUCES
-from engine.collectives.shapes import double_binary
+from engine.collectives.topologies import double_binary
 from engine.registry import Loaded
 
 
