@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-DIVIDED = ("parameter_server", "sharded_parameter_server")  # of `allreduce`: what also divides the optimizer's work
+from engine.allreduces import ALLREDUCES
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ class Settings:
     @property
     def divided(self) -> bool:
         """Whether the optimizer is divided over replicas that update together: parameters are then gathered."""
-        return not self.data_parallel.asynchronous and (self.shard_optimizer or self.allreduce.name in DIVIDED)
+        divides = ALLREDUCES[self.allreduce.name].division is not None
+        return not self.data_parallel.asynchronous and (self.shard_optimizer or divides)
 
     @property
     def world(self) -> int:

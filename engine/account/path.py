@@ -25,6 +25,7 @@ import numpy as np
 
 from engine.account.messages import MESSAGE_WAITS, inside, journeys
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
+from engine.rank import Rank
 
 CAUSES = ("compute", "transfer", "reduce", "optimizer", "data", "other")
 _CAUSE_OF: dict[int, str] = {
@@ -167,7 +168,7 @@ def _pieces(timeline: Timeline) -> Iterator[_Piece]:
 def _last_to_begin(timeline: Timeline, ranks: int) -> dict[int, int]:
     """A wait for what several ranks do together -> the span of the rank that was the last to begin it."""
     found: dict[int, int] = {}
-    replica = timeline.rank // ranks
+    replica = Rank.of(timeline.rank, ranks).replica
     for wait, work, group in (
         (Kind.WAIT_REDUCE, Kind.REDUCE, timeline.stage),
         (Kind.WAIT_GATHER, Kind.GATHER, timeline.stage),

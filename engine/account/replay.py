@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from engine.plan.actions import Op, Program
 from engine.plan.dependencies import NONE, Flat, dependencies, progress
+from engine.rank import Rank, replica_ranks
 
 STEPS = 3  # the first from a standstill, one to settle, one that counts
 
@@ -126,7 +127,7 @@ class Replay:
 
     def _compute(self, nodes: _Nodes, step: int, rank: int) -> None:
         flat, slots = self._flat, self._slots.of
-        replica, own = divmod(rank, self._program.ranks)
+        _, replica, own = Rank.of(rank, self._program.ranks)
         first, end = flat.offsets[own : own + 2].tolist()
         crossing = (self._neighbour >= 0) & (flat.rank[self._neighbour] != flat.rank)
         last_stage = flat.having(Op.B, Op.I) & (flat.stage == self._program.stages - 1)
@@ -138,7 +139,7 @@ class Replay:
                 nodes.add(rank, takes=slots["loaded"][rank, 1])
             if at == counting and self._reduced:
                 for other in range(self._replicas):
-                    begin = ("begin", step, other * self._program.ranks + own)
+                    begin = ("begin", step, Rank.at(other, own, self._program.ranks).world)
                     nodes.add(rank, source=begin, after=slots["count"].item())
             if (stage := int(flat.stage[at])) in used:
                 del used[stage]
@@ -158,13 +159,13 @@ class Replay:
             nodes.add(behind, ("reduced", step, rank, stage), takes=self._slots.of["reduce"][stage])
 
     def _end(self, nodes: _Nodes, step: int, rank: int) -> None:
-        replica, ranks = rank // self._program.ranks, self._program.ranks
+        replica = Rank.of(rank, self._program.ranks).replica
         if self._reduced:
             for stage in self._stages(rank):
                 nodes.add(rank, source=("reduced", step, rank, stage))
         if self._normed:
             nodes.add(rank, ("norm", step, rank))
-            for other in range(replica * ranks, (replica + 1) * ranks):
+            for other in replica_ranks(replica, self._program.ranks):
                 nodes.add(rank, source=("norm", step, other), after=self._slots.of["norm"][replica])
         nodes.add(rank, ("end", step, rank), takes=self._slots.of["step"][rank])
 
@@ -174,7 +175,7 @@ class Replay:
         for stage in reversed(self._stages(rank)):
             for other in (r for r, s in self._complete if s == stage):
                 for replica in range(self._replicas):
-                    nodes.add(behind, source=("end", step, replica * ranks + other))
+                    nodes.add(behind, source=("end", step, Rank.at(replica, other, ranks).world))
             nodes.add(behind, ("gathered", step, rank, stage), takes=self._slots.of["gather"][stage])
 
     def _stages(self, rank: int) -> list[int]:

@@ -19,11 +19,13 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from engine.allreduces import ALLREDUCES
 from engine.cli.limits import MOST_WORKERS, check_limits
 from engine.plan.choose import ALL
 from engine.plan.schedules import SCHEDULES, offered_schedules
 from engine.plan.schedules import build as build_schedule
 from engine.settings import Settings
+from engine.transports import AUTO, TRANSPORTS
 
 T = TypeVar("T")
 
@@ -34,7 +36,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("train", "plan"),
     "launch": ("processes", "threads"),
     "device": ("auto", "cpu", "cuda"),
-    "transport": ("auto", "shared_memory", "gloo"),
     "precision": ("fp32", "bf16", "fp64"),
     "recompute": ("none",),
     "pin_workers": ("never", "waiting", "always"),
@@ -196,6 +197,8 @@ def check(settings: Settings) -> None:
     """What needs neither torch nor the model: ranges, choices, combinations. Raises ValueError."""
     for path, choices in CHOICES.items():
         one_of(path, get(settings, path), choices)
+    one_of("allreduce.name", settings.allreduce.name, ALLREDUCES)
+    one_of("transport", settings.transport, (AUTO, *TRANSPORTS))
     one_of("partition.name", settings.partition.get("name"), PARTITIONS)
     for key in set(settings.partition) - {"name", "split"}:
         raise ValueError(unknown("key", f"partition.{key}", ("partition.name", "partition.split")))

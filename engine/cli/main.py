@@ -35,7 +35,7 @@ from engine.console import forgiving
 from engine.errors import Interrupted
 from engine.files import UnwritableError
 from engine.launch import interrupt
-from engine.launch.verdict import Outcome
+from engine.launch.failure_report import Outcome
 from engine.settings import Settings
 
 if TYPE_CHECKING:

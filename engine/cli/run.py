@@ -24,7 +24,7 @@ from engine.account.finite import LossNotFiniteError
 from engine.errors import ExhaustedError, Interrupted, printable, said
 from engine.files import UnwritableError, write_json, write_text
 from engine.launch import interrupt
-from engine.launch.verdict import Outcome
+from engine.launch.failure_report import Outcome
 from engine.plan.actions import Program
 from engine.plan.choose import activations, compare, table
 from engine.plan.lowering import lower
@@ -191,15 +191,11 @@ def _prepared(settings: Settings, start_dir: str, run_dir: str) -> Job:
         from engine.launch.supervise import warm_up
 
         warm_up()
-    from engine.cli.config import one_of
-    from engine.collectives import COLLECTIVES
-    from engine.gradients.division import DIVISIONS
     from engine.launch import handover
     from engine.prepare.prepare import prepare
 
     try:
         _check_launcher(settings)
-        one_of("allreduce.name", settings.allreduce.name, [*COLLECTIVES, *DIVISIONS])
         handover.check(settings)
         return prepare(settings, start_dir, run_dir)
     except ValueError as error:

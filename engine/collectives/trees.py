@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.collectives.ops import ReduceOp
 from engine.collectives.peers import Peers, pieces, wait_all
-from engine.collectives.shapes import Node
+from engine.collectives.topologies import Node
 from engine.transport import Work
 
 

@@ -14,7 +14,7 @@ from engine.collectives.primitives.tensors import own_mode
 from engine.distributed.nested import pack, unpack
 from engine.distributed.world import World, current
 from engine.errors import a_type
-from engine.gradients.alike import require_alike
+from engine.gradients.layout_check import require_alike
 
 Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 

@@ -23,14 +23,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from engine.distributed.broadcast import broadcast_optimizer_state, broadcast_parameters, named_pairs
 from engine.distributed.calls import LOOK_S
-from engine.distributed.roll_call import RollCall
+from engine.distributed.stragglers import RollCall
 from engine.distributed.world import World, current
 from engine.errors import a_type
-from engine.gradients.alike import require_alike
 from engine.gradients.buckets import Reducer
 from engine.gradients.combine import Mean
 from engine.gradients.compression import Compression
-from engine.gradients.watch import Watch
+from engine.gradients.grad_hooks import Watch
+from engine.gradients.layout_check import require_alike
 from engine.transport import PeerError
 
 BUCKET_BYTES = 25 * 2**20

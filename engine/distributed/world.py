@@ -22,9 +22,9 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 from engine.collectives import Group, Ring
 from engine.distributed.calls import Calls, NotedGroup
 from engine.environment import check_launcher, joined, seat_of
-from engine.transport import Transport, rendezvous
-from engine.transport.processes import between_processes, without_shared_memory
+from engine.transport import Endpoint, Transport, rendezvous
 from engine.transport.threads import ThreadHub
+from engine.transports import AUTO, choose_transport
 
 TIMEOUT_S = 600.0
 PATIENCE_S = 10.0
@@ -118,7 +118,7 @@ def init(timeout_s: float = TIMEOUT_S, patience_s: float = PATIENCE_S, device: s
     store = _store(timeout_s)
     beside = PrefixStore("cpus", store) if joined() else store
     transport = _transport(store, timeout_s, device)
-    _world = World(transport, store, patience_s, lambda: _between_cpus(beside, timeout_s))
+    _world = World(transport, store, patience_s, lambda: _between(beside, timeout_s, torch.device("cpu")))
     atexit.register(shutdown)
     return _world
 
@@ -167,16 +167,14 @@ def _store(timeout_s: float) -> Any:
 def _transport(store: Store, timeout_s: float, device: str) -> Transport:
     if not joined():
         return ThreadHub(1, timeout_s).transport(0)
-    number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     gpus = torch.cuda.device_count()
-    seat = seat_of(number, count, os.environ, gpus)
-    if device == "cuda" or (device == "auto" and seat.enough(gpus)):
-        from engine.transport.nccl import NcclTransport
-
-        return NcclTransport(number, count, store, timeout_s, torch.device("cuda", seat.gpu(gpus)))
-    return _between_cpus(store, timeout_s)
+    seat = seat_of(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ, gpus)
+    on_gpu = device == "cuda" or (device == "auto" and seat.enough(gpus))
+    return _between(store, timeout_s, torch.device("cuda", seat.gpu(gpus)) if on_gpu else torch.device("cpu"))
 
 
-def _between_cpus(store: Store, timeout_s: float) -> Transport:
-    number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return between_processes(number, count, store, timeout_s, without_shared_memory() is None)
+def _between(store: Store, timeout_s: float, device: torch.device) -> Transport:
+    """The transport of this process for tensors on such devices."""
+    end = Endpoint(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), store, timeout_s, device)
+    made: Transport = choose_transport(AUTO, "processes", device.type).open(end)
+    return made

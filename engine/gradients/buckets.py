@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from engine.collectives.allreduce.base import Collective
-from engine.gradients.alike import require_alike
 from engine.gradients.background import ReduceThread
 from engine.gradients.combine import Combine, Sum
 from engine.gradients.layout import Bucket, Named, cut, fingerprints
+from engine.gradients.layout_check import require_alike
 from engine.gradients.order import Order
 
 

@@ -14,15 +14,18 @@ OSDI), which is ZeRO's first stage (Rajbhandari et al. 2020, SC, arXiv 1910.0205
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 from torch import Tensor
 
+from engine.allreduces import ALLREDUCES
 from engine.collectives.ops import ReduceOp
 from engine.collectives.primitives.group import Group
 from engine.collectives.primitives.many_to_many import all_gather_into_tensor, reduce_scatter_tensor
-from engine.collectives.shapes import flat as star
+from engine.collectives.topologies import flat as star
 from engine.collectives.trees import down, up
 from engine.gradients.layout import Bucket
+from engine.registry import Loaded
 
 
 class Division(ABC):
@@ -108,4 +111,4 @@ class Server(Division):
         down(self._group.peers, star(self._group.size)[self._group.position], data)
 
 
-DIVISIONS: dict[str, type[Division]] = {"parameter_server": Server, "sharded_parameter_server": Shards}
+DIVISIONS: Mapping[str, type[Division]] = Loaded(ALLREDUCES, lambda row: row.division)

@@ -26,7 +26,7 @@ from engine.gradients.buckets import Reducer
 from engine.gradients.division import Division
 from engine.gradients.layout import Bucket, Named
 from engine.gradients.order import Order
-from engine.gradients.pieces import Owned, Piece, move_into, owned
+from engine.gradients.shard_parameters import Owned, Piece, move_into, owned
 
 
 class ShardedReducer(Reducer):

@@ -31,10 +31,10 @@ from engine.errors import Interrupted
 from engine.files import UnwritableError, write_json, write_text
 from engine.job import Job
 from engine.launch import delivery, handover, interrupt
+from engine.launch.failure_report import Outcome, Verdict
 from engine.launch.mailbox import Mailbox
 from engine.launch.rank import Post, forward_logging, guarded, thread_logging, work
 from engine.launch.supervise import PEER_GRACE_S, SURE_GRACE_S, OnRecord
-from engine.launch.verdict import Outcome, Verdict
 from engine.settings import Settings
 from engine.targets import named
 from engine.telemetry import position

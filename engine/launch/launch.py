@@ -16,11 +16,12 @@ import torch
 from engine import environment
 from engine.job import Job
 from engine.launch import interrupt, joined
+from engine.launch.failure_report import Outcome, Verdict
 from engine.launch.rank import guarded, thread_logging, work
 from engine.launch.supervise import Entry, OnRecord, Supervisor
-from engine.launch.verdict import Outcome, Verdict
 from engine.telemetry.records import decode
 from engine.training.cores import limit_threads
+from engine.training.connect import connect
 
 if TYPE_CHECKING:
     from engine.transport.threads import ThreadHub
@@ -70,7 +71,7 @@ def in_threads(job: Job, on_record: OnRecord, entry: Entry | None = None) -> Out
 
 
 def _work(job: Job, rank: int, hub: ThreadHub, post: Callable[[bytes], None]) -> None:
-    work(job, rank, hub.transport(rank), post)
+    work(job, rank, connect(job, rank, hub), post)
 
 
 def _thread(job: Job, rank: int, hub: ThreadHub, events: Events, entry: Entry) -> threading.Thread:

@@ -25,7 +25,7 @@ from typing import Any
 from engine.errors import ExhaustedError
 from engine.job import Job
 from engine.launch import handover, interrupt
-from engine.launch.verdict import Verdict, ended
+from engine.launch.failure_report import Verdict, ended
 from engine.telemetry import position
 from engine.telemetry.records import Record, decode
 

@@ -26,7 +26,7 @@ from engine.gradients.buckets import Reducer
 from engine.gradients.division import Division
 from engine.gradients.order import Order
 from engine.gradients.shards import ShardedReducer
-from engine.gradients.watch import Watch
+from engine.gradients.grad_hooks import Watch
 from engine.pipeline.communicators import Communicators
 from engine.pipeline.executor import Observer
 from engine.pipeline.stage import Stage

@@ -23,6 +23,7 @@ from engine.account.messages import sends_of
 from engine.account.path import critical_path, name_of
 from engine.files import write_text
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Span, Timeline
+from engine.rank import Rank
 
 Event = dict[str, Any]
 
@@ -95,7 +96,7 @@ def _doubts(uncertainty: Sequence[int]) -> Iterator[Event]:
 
 def _names(world: int, ranks: int) -> Iterator[Event]:
     for pid in range(world):
-        replica, rank = divmod(pid, ranks)
+        _, replica, rank = Rank.of(pid, ranks)
         name = f"rank {rank} (replica {replica})" if world > ranks else f"rank {rank}"
         yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": name}}
         yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": pid}}

@@ -15,6 +15,7 @@ from engine.account.bubble import NAMES
 from engine.account.gather import Evaluation, Step
 from engine.account.measure import Bubbles
 from engine.job import Job
+from engine.rank import Rank
 
 HELD = ("parameters", "gradients", "buckets", "optimizer_state")  # of a `memory` record
 
@@ -143,7 +144,7 @@ def _overlap(job: Job, bubbles: Bubbles | None) -> dict[str, Any] | None:
         return None
     found, per_rank = bubbles.overlap, []
     for rank, share in enumerate(found.shares):
-        replica, own = divmod(rank, job.ranks)
+        _, replica, own = Rank.of(rank, job.ranks)
         parts = {"total": found.total[rank], "hideable": found.hideable[rank], "hidden": found.hidden[rank]}
         seconds: dict[str, Any] = {name: float(ns) / found.steps * 1e-9 for name, ns in parts.items()}
         per_rank.append({"rank": own, "replica": replica, **seconds, "share": share})
@@ -168,7 +169,7 @@ def _bubble(job: Job, bubbles: Bubbles | None) -> dict[str, Any]:
         return {"ideal": None, "predicted": None, "measured": None, "per_rank": []}
     per_rank = []
     for rank, (seconds, bubble) in enumerate(zip(bubbles.seconds.tolist(), bubbles.per_rank.tolist(), strict=True)):
-        replica, pipeline_rank = divmod(rank, job.ranks)
+        _, replica, pipeline_rank = Rank.of(rank, job.ranks)
         where = dict(zip(NAMES, seconds, strict=True))
         per_rank.append({"rank": pipeline_rank, "replica": replica} | where | {"bubble": bubble})
     return {

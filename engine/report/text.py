@@ -18,6 +18,7 @@ from engine.account.pushes import pace_rows, pushes_text, staleness_rows
 from engine.account.waterfall import missing
 from engine.job import Job
 from engine.plan.timeline import Timeline
+from engine.rank import Rank
 from engine.tables import Rows, counted, markdown, milliseconds, percent, size, table
 
 PATH, CLOCKS = "Critical path of the last traced step", "Clocks"
@@ -30,7 +31,7 @@ def rank_rows(job: Job, bubbles: Bubbles) -> Rows:
     """A row per rank: where its step went, in ms and percent of its window."""
     rows = [["rank", *(["replica"] if job.replicas > 1 else []), "step ms", *NAMES]]
     for world_rank, seconds in enumerate(bubbles.seconds.tolist()):
-        replica, rank = divmod(world_rank, job.ranks)
+        _, replica, rank = Rank.of(world_rank, job.ranks)
         window = sum(seconds)
         cells = [f"{s * 1e3:.1f} {100 * s / window if window else 0:3.0f}%" if s else "-" for s in seconds]
         rows.append([str(rank), *([str(replica)] if job.replicas > 1 else []), f"{window * 1e3:.1f}", *cells])

@@ -10,10 +10,12 @@ A channel carries contiguous tensors whose size both ends know. What the bytes m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from engine.transport.waits import ANYWHERE, Waits
 
 
 class Edge(NamedTuple):
@@ -25,6 +27,21 @@ class Edge(NamedTuple):
 
     def __str__(self) -> str:
         return f"channel {self.label} from rank {self.src} to rank {self.dst}"
+
+
+class Endpoint(NamedTuple):
+    """What a rank's transport is made of.
+
+    `meeting`: where the ranks find each other, a torch.distributed Store between processes and a ThreadHub between
+    threads. `timeout_s` limits connecting and every wait; `waits` says how the rank waits for messages.
+    """
+
+    rank: int
+    world: int
+    meeting: Any
+    timeout_s: float
+    device: torch.device
+    waits: Waits = ANYWHERE
 
 
 class PeerError(RuntimeError):

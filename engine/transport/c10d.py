@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from engine.transport import AnyMemory, Channel, Edge, PeerError, PeerLost, PeerTimeout, Work
 from engine.transport.waits import ANYWHERE, Waits
+from engine.transports import TransportInfo
 
 T = TypeVar("T")
 What = str | tuple[str, int, Edge]  # what was being done, or (send or receive, bytes, edge)
@@ -65,11 +66,10 @@ def check_reducible(tensor: Tensor, what: str) -> None:
 class C10dTransport(ABC):
     """A rank's ends. Subclasses say how a process group is made (`_connect`) and torn down (`_break`).
 
-    `device`: where the tensors live. `timeout_s` limits connecting and every wait. `pollable`: whether an operation
-    under way can be asked if it is complete.
+    `device`: where the tensors live. `timeout_s` limits connecting and every wait. `info`: the transport's row.
     """
 
-    pollable = False
+    info: TransportInfo
 
     def __init__(
         self, rank: int, world: int, store: Store, timeout_s: float, device: torch.device, waits: Waits = ANYWHERE
@@ -211,7 +211,7 @@ class C10dWork:
         self._what, self._peer, self._ended, self._waits = what, peer, ended, waits
 
     def done(self) -> bool:
-        return self._handle is None or bool(self._transport.pollable and self._handle.is_completed())
+        return self._handle is None or bool(self._transport.info.pollable and self._handle.is_completed())
 
     def wait(self) -> None:
         if self._handle is None:

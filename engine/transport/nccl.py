@@ -18,14 +18,20 @@ from typing import Any
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from engine.transport import Edge
+from engine.transport import Edge, Endpoint
 from engine.transport.c10d import RECEIVER, SENDER, C10dTransport
+from engine.transports import TRANSPORTS
+
+
+def make(endpoint: Endpoint) -> NcclTransport:
+    """Make the transport of one process, whose own GPU is `endpoint.device`."""
+    return NcclTransport(endpoint.rank, endpoint.world, endpoint.meeting, endpoint.timeout_s, endpoint.device)
 
 
 class NcclTransport(C10dTransport):
     """`device`: this rank's own GPU; two ranks cannot share one. Carries device tensors."""
 
-    pollable = True
+    info = TRANSPORTS["nccl"]
 
     def open(self, edges: Sequence[Edge]) -> None:
         super().open(edges)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.transport import Edge, Work
-from engine.transport.patience import Patience
+from engine.transport.timeouts import Patience
 
 
 class Operation:

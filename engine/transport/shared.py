@@ -22,7 +22,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import sys
 from collections.abc import Sequence
 
 import torch
@@ -30,7 +29,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from engine.errors import ExhaustedError
-from engine.transport import Channel, Edge, PeerTimeout, Work
+from engine.transport import Channel, Edge, Endpoint, PeerTimeout, Work
 from engine.transport.c10d import Finished, check_reducible, sum_over
 from engine.transport.ends import ReceivingEnd, SendingEnd, introduction
 from engine.transport.exchange import Exchange, meet
@@ -39,9 +38,11 @@ from engine.transport.sockets import Limit, accepted, connected, listening
 from engine.transport.waits import ANYWHERE, Waits
 
 
-def available() -> bool:
-    """Whether this system has what the transport is made of."""
-    return sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(os, "eventfd")
+def make(endpoint: Endpoint) -> SharedMemoryTransport:
+    """Make the transport of one process."""
+    return SharedMemoryTransport(
+        endpoint.rank, endpoint.world, endpoint.meeting, endpoint.timeout_s, waits=endpoint.waits
+    )
 
 
 class SharedMemoryTransport:

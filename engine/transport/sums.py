@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.transport import Work
-from engine.transport.patience import Patience
 from engine.transport.queues import after, mark
+from engine.transport.timeouts import Patience
 
 
 class Group:

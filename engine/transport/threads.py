@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.transport import AnyMemory, Channel, Edge, PeerLost, Work
-from engine.transport.patience import Patience
+from engine.transport import AnyMemory, Channel, Edge, Endpoint, PeerLost, Work
 from engine.transport.queues import Queues
 from engine.transport.sums import Group
+from engine.transport.timeouts import Patience
 
 
 class ThreadHub:
@@ -126,3 +126,9 @@ class ThreadTransport:
     def abort(self) -> None:
         """One rank's end is the end of the run: every rank's waits raise PeerLost."""
         self.hub.abort()
+
+
+def make(endpoint: Endpoint) -> ThreadTransport:
+    """Make the transport of one thread; `endpoint.meeting` is the hub of all."""
+    hub: ThreadHub = endpoint.meeting
+    return hub.transport(endpoint.rank)

@@ -18,7 +18,7 @@ from test_recorder import log
 from engine.cli import run
 from engine.files import UnwritableError
 from engine.launch import interrupt
-from engine.launch.verdict import Outcome
+from engine.launch.failure_report import Outcome
 from engine.report.recorder import Recorder
 from engine.report.tensorboard.board import Board
 

@@ -15,7 +15,7 @@ from workers import RUNS, copy_late, over_threads
 from engine.collectives import COLLECTIVES, Collective, Hierarchical, ReduceOp, peers
 from engine.collectives.allreduce.auto import CANDIDATES, Auto
 from engine.collectives.allreduce.costs import ALGORITHMS, Link, cheapest
-from engine.collectives.shapes import Node, binomial, double_binary, flat
+from engine.collectives.topologies import Node, binomial, double_binary, flat
 from engine.transport import Transport
 
 OURS = [name for name in COLLECTIVES if name not in ("native", "auto")]

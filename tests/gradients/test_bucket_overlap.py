@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from engine.gradients.grad_hooks import Watch
 from engine.gradients.order import Order
-from engine.gradients.watch import Watch
 from engine.settings import AllReduce
 from engine.training.worker import Worker
 

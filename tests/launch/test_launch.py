@@ -23,9 +23,9 @@ from launched import job_of
 
 from engine.job import Job
 from engine.launch import supervise
+from engine.launch.failure_report import OUT_OF_MEMORY, Outcome, Verdict
 from engine.launch.launch import in_processes, in_threads
 from engine.launch.supervise import warm_up
-from engine.launch.verdict import OUT_OF_MEMORY, Outcome, Verdict
 from engine.telemetry.records import Record
 from engine.transport import Edge
 

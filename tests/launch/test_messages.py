@@ -10,7 +10,7 @@ from command import LIMIT_S, Engine, Said, engine, engine_process
 from torch import nn
 
 from engine.errors import a_type
-from engine.launch.verdict import Verdict
+from engine.launch.failure_report import Verdict
 from engine.pipeline.boundary import Message, describe
 from engine.plan.actions import Action, Op
 from engine.telemetry import position

@@ -56,7 +56,7 @@ class Noted(nn.Linear):
                 raise ArithmeticError("out of luck")
             if SEEN.count(own) == 2:
                 end = time.monotonic() + HANG_S
-                while any(thread.name == self.failing for thread in threading.enumerate()):
+                while self.failing not in SEEN or any(t.name == self.failing for t in threading.enumerate()):
                     assert time.monotonic() < end
                     time.sleep(0.01)
         return super().forward(value)

@@ -16,9 +16,10 @@ from engine.errors import ExhaustedError
 from engine.transport import PeerLost, PeerTimeout, Transport, exchange
 from engine.transport.c10d import REDUCIBLE
 from engine.transport.exchange import SHORT_BYTES
-from engine.transport.shared import SharedMemoryTransport, available
+from engine.transport.shared import SharedMemoryTransport
+from engine.transports import shared_memory_missing
 
-pytestmark = pytest.mark.skipif(not available(), reason="needs Linux with memfd_create and eventfd")
+pytestmark = pytest.mark.skipif(bool(shared_memory_missing()), reason="needs Linux with memfd_create and eventfd")
 
 LENGTHS = [1, SHORT_BYTES // 8, SHORT_BYTES // 8 + 1, 100_000]
 

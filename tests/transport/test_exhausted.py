@@ -21,14 +21,14 @@ from workers import over_shared, pair
 from engine.cli import limits
 from engine.environment import inherited_files
 from engine.errors import ExhaustedError
+from engine.launch.failure_report import Verdict
 from engine.launch.rank import error_record
-from engine.launch.verdict import Verdict
 from engine.telemetry.records import decode
 from engine.training.source import _explained
 from engine.transport import PeerError, Transport, segments
-from engine.transport.shared import available
+from engine.transports import shared_memory_missing
 
-needs_memfd = pytest.mark.skipif(not available(), reason="needs Linux with memfd_create and eventfd")
+needs_memfd = pytest.mark.skipif(bool(shared_memory_missing()), reason="needs Linux with memfd_create and eventfd")
 
 
 def no_descriptor(patch: pytest.MonkeyPatch) -> None:

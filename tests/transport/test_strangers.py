@@ -24,9 +24,9 @@ from workers import over
 from engine import environment
 from engine.cli.composition import targets
 from engine.launch import delivery, handover, joined
+from engine.launch.failure_report import Verdict
 from engine.launch.launch import in_processes
 from engine.launch.supervise import warm_up
-from engine.launch.verdict import Verdict
 from engine.prepare.prepare import prepare
 from engine.settings import AllReduce
 from engine.telemetry import position
@@ -35,7 +35,8 @@ from engine.training.connect import store_in
 from engine.transport import Edge, Transport, rendezvous
 from engine.transport.credentials import StrangerError
 from engine.transport.ends import introduction
-from engine.transport.shared import SharedMemoryTransport, available
+from engine.transport.shared import SharedMemoryTransport
+from engine.transports import shared_memory_missing
 
 NOBODY = 65534
 EDGE = Edge(0, 1, "F")
@@ -48,7 +49,7 @@ def fork_server() -> None:
 
 
 pytestmark = [
-    pytest.mark.skipif(not available(), reason="needs Linux"),
+    pytest.mark.skipif(bool(shared_memory_missing()), reason="needs Linux"),
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user"),
 ]
 

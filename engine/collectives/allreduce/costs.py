@@ -13,7 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from engine.collectives.shapes import double_binary
+from engine.allreduces import ALLREDUCES
+from engine.collectives.topologies import double_binary
+from engine.registry import Loaded
 
 
 class Link(NamedTuple):
@@ -102,15 +104,7 @@ def sharded_parameter_server(size: int) -> Terms:
     return Terms(2, 2 * (size - 1) / size, (size - 1) / size)
 
 
-ALGORITHMS: Mapping[str, Callable[[int], Terms]] = {
-    "ring": ring,
-    "double_ring": double_ring,
-    "tree": tree,
-    "double_binary_tree": double_binary_tree,
-    "reduce_broadcast": reduce_broadcast,
-    "recursive_doubling": recursive_doubling,
-    "halving_doubling": halving_doubling,
-}
+ALGORITHMS: Mapping[str, Callable[[int], Terms]] = Loaded(ALLREDUCES, lambda row: row.cost)
 
 EXAMPLE_BYTES, EXAMPLE_RANKS, EXAMPLE_LINK = 160e6, 4, Link(0.0, 1 / 16e9, 0.0)
 EXAMPLE: Mapping[str, Terms] = {

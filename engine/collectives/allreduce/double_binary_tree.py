@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine.collectives.allreduce.base import Collective
-from engine.collectives.allreduce.circle import run
+from engine.collectives.allreduce.ring_pass import run
 from engine.collectives.ops import ReduceOp
 from engine.collectives.peers import mesh
-from engine.collectives.shapes import double_binary, links
+from engine.collectives.topologies import double_binary, links
 from engine.collectives.trees import up_and_down
 from engine.transport import Edge, Transport
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine.collectives.allreduce.base import Collective
-from engine.collectives.allreduce.circle import Circle, run
+from engine.collectives.allreduce.ring_pass import Circle, run
 from engine.collectives.ops import ReduceOp
 from engine.collectives.peers import mesh
 from engine.transport import Edge

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine.collectives.allreduce.base import Collective
-from engine.collectives.allreduce.core import core_links, through_core
+from engine.collectives.allreduce.power_of_two import core_links, through_core
 from engine.collectives.ops import ReduceOp
 from engine.collectives.peers import alike, mesh, pieces
 from engine.transport import Edge, Work

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from engine.collectives.allreduce.tree import Tree
-from engine.collectives.shapes import Node, flat
+from engine.collectives.topologies import Node, flat
 
 
 class ReduceBroadcast(Tree):

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.collectives.allreduce.base import Collective
 from engine.collectives.ops import ReduceOp
 from engine.collectives.peers import mesh
-from engine.collectives.shapes import Node, binomial, links
+from engine.collectives.topologies import Node, binomial, links
 from engine.collectives.trees import up_and_down
 from engine.transport import Edge
 

@@ -24,8 +24,8 @@ from engine.gradients.buckets import Reducer
 from engine.gradients.division import Division
 from engine.gradients.layout import Bucket, Named
 from engine.gradients.order import Order
-from engine.gradients.pieces import Owned, move_into, owned
 from engine.gradients.servers.server import ANSWER, APPLIED, BEFORE_FLAGS, HELD, ParameterServer, Push, trailer_of
+from engine.gradients.shard_parameters import Owned, move_into, owned
 from engine.transport import Edge, Work
 
 

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from engine.collectives.peers import Peers, wait_all
 from engine.gradients.layout import Bucket
-from engine.gradients.pieces import Owned, Piece
 from engine.gradients.servers.stale_synchronous import StaleSynchronous
+from engine.gradients.shard_parameters import Owned, Piece
 from engine.transport import Work
 
 HELD, APPLIED, WEIGHTS = range(3)  # what an answer says: wait on; the push is applied; the weights follow

@@ -18,7 +18,7 @@ import numpy as np
 
 from engine.plan.actions import Op, Program, Row, pack
 from engine.plan.schedules.placements import vee
-from engine.plan.schedules.pulling import F0, F1, I0, I1, Slots, pull, weights
+from engine.plan.schedules.squeeze import F0, F1, I0, I1, Slots, pull, weights
 
 PERIOD = 6
 Block = Callable[[int, int], tuple[int, int, int, int]]  # (ranks, rank) -> slots of F0, F1, I1, I0

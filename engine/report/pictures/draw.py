@@ -15,6 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from engine.account.path import Link
 from engine.plan.timeline import BEHIND, COMPUTE_KINDS, Kind, Timeline
+from engine.rank import Rank
 from engine.report.pictures.palette import COLOURS, INK, PAPER, QUIET, WORDS
 
 WIDTH = 1400  # pixels
@@ -118,7 +119,7 @@ class _Canvas:
     def _label(self, panel: Panel, rank: int, top: int, height: int) -> None:
         if height < 10 and rank % -(-10 // height):
             return
-        replica, own = divmod(rank, panel.ranks)
+        _, replica, own = Rank.of(rank, panel.ranks)
         text = f"rank {own}" if panel.timeline.ranks == panel.ranks else f"replica {replica}  rank {own}"
         doubt = panel.uncertainty[rank] * panel.unit if panel.uncertainty else 0.0
         if doubt:

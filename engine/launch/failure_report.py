@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.rank import Rank
 from engine.telemetry.position import Place
 
 Meta = Mapping[str, Any]
@@ -121,7 +122,8 @@ class Verdict:
 
     def _who(self, rank: int, place: list[str]) -> str:
         if self.world > self.ranks:
-            place = [f"replica {rank // self.ranks}", f"pipeline rank {rank % self.ranks}", *place]
+            at = Rank.of(rank, self.ranks)
+            place = [f"replica {at.replica}", f"pipeline rank {at.pipeline}", *place]
         return f"rank {rank} ({', '.join(place)})" if place else f"rank {rank}"
 
 
