@@ -17,8 +17,8 @@ import recorded
 from PIL import Image
 from recorded import recorder, step_records, traced_run, with_train
 
-from engine.account.bubble import NAMES
 from engine.account.waterfall import BARS
+from engine.categories import NAMES
 from engine.report.tensorboard import curves
 from engine.report.tensorboard.board import Board
 from engine.report.tensorboard.hparams import METRICS, hparams
