@@ -111,7 +111,8 @@ def test_a_completed_run_leaves_everything(tmp_path: Path) -> None:
     record(evaluation(1, 100, 90, step=5))
     record(log("hello"))
     summary = record.finish("completed")
-    names = {"summary.json", "report.txt", "trace.json", "timeline.png", "costs.json", "engine.log"}
+    names = {"summary.json", "report.txt", "trace.json", "costs.json", "engine.log"}
+    names |= {f"{name}.{form}" for name in ("timeline", "waterfall") for form in ("png", "svg")}
     assert {path.name for path in tmp_path.iterdir()} == names | {event_files(tmp_path)[0].name}
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     with Image.open(tmp_path / "timeline.png") as image:
