@@ -24,20 +24,16 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.account.messages import MESSAGE_WAITS, inside, journeys
+from engine.categories import NAMES, claims
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
 from engine.rank import Rank
 
-CAUSES = ("compute", "transfer", "reduce", "optimizer", "data", "other")
 _CAUSE_OF: dict[int, str] = {
-    **dict.fromkeys(map(int, COMPUTE_KINDS), "compute"),
+    **{int(kind): category.name for kind, category in claims().items()},
     **dict.fromkeys(map(int, MESSAGE_WAITS), "transfer"),
-    int(Kind.WAIT_REDUCE): "reduce",
-    int(Kind.WAIT_GATHER): "reduce",
-    int(Kind.WAIT_COUNT): "reduce",
-    int(Kind.WAIT_NORM): "optimizer",
-    int(Kind.STEP): "optimizer",
-    int(Kind.WAIT_DATA): "data",
+    int(Kind.WAIT_NORM): "optimizer",  # an exchange is on the path; that a rank had nothing to do is not
 }
+CAUSES = tuple(name for name in NAMES if name in _CAUSE_OF.values() or name == "other")
 
 
 class Link(NamedTuple):

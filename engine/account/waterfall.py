@@ -32,12 +32,13 @@ import numpy.typing as npt
 
 from engine.account.observed import Observed, observe
 from engine.account.replay import Replay
+from engine.categories import WATERFALL
 from engine.job import Job
 from engine.plan.actions import Program
 from engine.plan.dependencies import Flat
 from engine.plan.timeline import Kind, Timeline
 
-BARS = ("work", "schedule", "imbalance", "variation", "transfer", "reduce", "optimizer", "data", "rest")
+BARS = tuple(bar.name for bar in WATERFALL)
 MOST_COMPUTATIONS = 20_000  # of all ranks: beyond, a replay would take seconds
 
 _Floats = npt.NDArray[np.float64]

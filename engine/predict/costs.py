@@ -33,10 +33,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engine.account.bubble import NAMES, Account
+from engine.account.bubble import Account
 from engine.account.gather import Step
 from engine.account.measure import repeated
 from engine.account.observed import Observed, durations
+from engine.categories import NAMES
 from engine.job import Job
 from engine.plan.actions import COMPUTE, Op, Program
 from engine.plan.dependencies import Flat

@@ -4,7 +4,8 @@
                 traced, as time allows ────────► account, waterfall ──► event file
     evaluation ► all replicas' ────────────────► event file, a line
     log, error, ready ─────────────────────────► engine.log; warnings also on the console
-    finish ───► summary.json, report.txt, trace.json, timeline.png, TensorBoard's text, images and HParams session
+    finish ───► summary.json, report.txt, trace.json, timeline and waterfall as PNG and SVG, TensorBoard's text, images
+                and HParams session
 
 Only sums and some traced steps are kept (`looks.py`), so memory does not grow with the number of spans.
 """
@@ -14,11 +15,8 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import ExitStack
-from io import BytesIO
 from pathlib import Path
 from typing import Any, TextIO
-
-from PIL import Image
 
 from engine.account.barrier import Barrier
 from engine.account.cause import diagnose
@@ -35,8 +33,9 @@ from engine.plan.timeline import Timeline
 from engine.predict.costs import COSTS_NAME, Costs
 from engine.report.log import RunLog, line_of, tag
 from engine.report.perfetto import write_trace
-from engine.report.pictures.draw import Panel, draw
+from engine.report.pictures.draw import SMALL, Panel, draw
 from engine.report.pictures.draw_bars import draw_bars
+from engine.report.pictures.figure import Picture, preload
 from engine.report.progress import Progress
 from engine.report.summary import Totals
 from engine.report.tensorboard import curves
@@ -142,6 +141,8 @@ class Recorder:
             # Of an asynchronous schedule what an update waits for may lie in the one before: each is counted.
             counted = self._counted(step) if self.job.windows else None
             self._looks.add(counted or step, len(step.recorded))
+        if self._totals.steps == self._progress.total:
+            preload()  # ranks are evaluating, saving and ending meanwhile
         if self._progress.step(step):
             self._board.flush()
         if warning := self._watch.look(step):
@@ -230,17 +231,14 @@ class Recorder:
         if bubbles.simulated is not None:
             title = f"predicted: bubble {percent(bubbles.predicted)} (ideal {percent(bubbles.ideal)})"
             panels = {"predicted": Panel(title, bubbles.simulated, 1.0, self.job.ranks)} | panels
-        for name, panel in panels.items():
-            self._board.image(f"timeline/{name}", draw([panel]), step)
-        both = draw(list(panels.values()))
-        self._board.image("timeline/both", both, step)
-        write_bytes(self.folder / "timeline.png", _png(both))
+        for name, shown in {**{name: [panel] for name, panel in panels.items()}, "both": [*panels.values()]}.items():
+            self._board.image(f"timeline/{name}", draw(shown, SMALL), step)
+        self._write("timeline", draw([*panels.values()]))
         if bubbles.waterfall is not None:
             title = f"from perfect work to the measured step, mean over {bubbles.waterfall.steps} steps"
-            self._board.image("waterfall", draw_bars(bubbles.waterfall.bars, title), step)
+            self._board.image("waterfall", draw_bars(bubbles.waterfall.bars, title, SMALL), step)
+            self._write("waterfall", draw_bars(bubbles.waterfall.bars, title))
 
-
-def _png(image: Image.Image) -> bytes:
-    buffer = BytesIO()
-    image.save(buffer, format="png")
-    return buffer.getvalue()
+    def _write(self, name: str, picture: Picture) -> None:
+        write_bytes(self.folder / f"{name}.png", picture.png())
+        write_bytes(self.folder / f"{name}.svg", picture.svg())

@@ -11,9 +11,9 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
-from engine.account.bubble import NAMES
 from engine.account.gather import Evaluation, Step
 from engine.account.measure import Bubbles
+from engine.categories import NAMES
 from engine.job import Job
 from engine.rank import Rank
 

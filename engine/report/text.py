@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.account.bubble import NAMES
 from engine.account.clocks import Clocks
 from engine.account.measure import Bubbles
 from engine.account.overlap import Overlap
 from engine.account.path import Link, by_cause, by_rank, name_of
 from engine.account.pushes import pace_rows, pushes_text, staleness_rows
 from engine.account.waterfall import missing
+from engine.categories import NAMES
 from engine.job import Job
 from engine.plan.timeline import Timeline
 from engine.rank import Rank

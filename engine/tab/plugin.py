@@ -18,10 +18,10 @@ from tensorboard.data import provider
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
-from engine.account.bubble import NAMES
+from engine.categories import NAMES
 from engine.folder import schemas
 from engine.report.perfetto import trace_of
-from engine.report.pictures.palette import by_name, style
+from engine.report.pictures.palette import for_page, style
 from engine.report.tensorboard.series import PLUGIN, tag_of, unpacked
 from engine.tab.document import measured
 
@@ -67,7 +67,7 @@ class PipelinePlugin(base_plugin.TBPlugin):
             for run, tags in sorted(series.items())
             if tags
         ]
-        return http_util.Respond(request, {"palette": by_name(), "runs": runs}, "application/json")
+        return http_util.Respond(request, {"palette": for_page(), "runs": runs}, "application/json")
 
     def _step(self, request: wrappers.Request) -> wrappers.Response:
         """The document of a step (account/steps.py)."""
@@ -108,7 +108,7 @@ def _listed(series: provider.TensorTimeSeries) -> dict[str, Any]:
     try:
         said = json.loads(series.plugin_content)
         schemas.check(said, schemas.About, "a step's line")
-        shares = {name: float(said["shares"][name]) for name in NAMES}
+        shares = {name: float(said["shares"][name]) for name in NAMES if name in said["shares"]}  # of earlier runs too
     except (ValueError, KeyError, RecursionError):
         return {"step": series.max_step, "seconds": 0.0, "shares": {}}
     return {"step": series.max_step, "seconds": float(said["seconds"]), "shares": shares}

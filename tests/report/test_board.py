@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -17,8 +18,9 @@ import recorded
 from PIL import Image
 from recorded import recorder, step_records, traced_run, with_train
 
-from engine.account.bubble import NAMES
 from engine.account.waterfall import BARS
+from engine.categories import NAMES
+from engine.report.pictures.figure import Picture
 from engine.report.tensorboard import curves
 from engine.report.tensorboard.board import Board
 from engine.report.tensorboard.hparams import METRICS, hparams
@@ -113,7 +115,8 @@ def test_grad_norm_is_told_where_it_is_known(tmp_path: Path) -> None:
 def test_images_are_the_pictures(tmp_path: Path) -> None:
     found = read(finished(tmp_path))
     (image,) = found.Images("timeline/predicted")
-    assert image.width == 1400 and image.encoded_image_string.startswith(b"\x89PNG")
+    assert (image.width, Image.open(io.BytesIO(image.encoded_image_string)).width) == (1200, 1200)
+    assert image.encoded_image_string.startswith(b"\x89PNG")
 
 
 def test_the_report_is_markdown(tmp_path: Path) -> None:
@@ -287,7 +290,7 @@ def test_no_file_before_something_is_written(tmp_path: Path) -> None:
     board.close()
     assert not event_files(tmp_path) and not board.opened
     board = Board(tmp_path)
-    board.image("a", Image.new("RGB", (2, 2)), 0)
+    board.image("a", Picture(2, 2), 0)
     assert len(event_files(tmp_path)) == 1 and board.opened
     board.close()
 

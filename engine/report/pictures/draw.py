@@ -5,32 +5,42 @@ Several timelines stand below each other on one time axis, so that predicted and
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageDraw, ImageFont
 
 from engine.account.path import Link
-from engine.plan.timeline import BEHIND, COMPUTE_KINDS, Kind, Timeline
+from engine.plan.timeline import BEHIND, COMPUTE_KINDS, Timeline
 from engine.rank import Rank
-from engine.report.pictures.palette import COLOURS, INK, PAPER, QUIET, WORDS
+from engine.report.pictures.figure import Picture, points, text_width
+from engine.report.pictures.palette import COLOURS, INK, QUIET, WORDS
 
-WIDTH = 1400  # pixels
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDE, SMALL = 1400, 600  # pixels: of a file that is looked at by itself, and of one in a list of many
 MARGIN = 16
 _LABELS = 120  # left of the rows
-_TITLE, _AXIS, _LEGEND = 34, 40, 34  # heights
+_TITLE, _AXIS, _LEGEND = 34, 40, 20  # heights; of the legend for each line
 _LEAST_ROW, _MOST_ROW, _ROWS = 6, 30, 640  # a row's height, and what all rows of a panel may take together
+_GRID, _IDLE = "#dedede", "#f6f6f6"
 _ALL, _UPPER, _LOWER = range(3)  # of a row
-_GRID, _IDLE = (222, 222, 222), (246, 246, 246)
+MOST_NUMBERS = 1000  # blocks of a panel that have their micro-batch written on them: text is slow
+
+_Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A titled timeline. `unit`: seconds per unit of its times: 1e-9 for measured ones. `ranks` is P; `path`: its
-    critical path, to be drawn over it; `uncertainty`: of each rank's clock, in `unit`, shown beside its name."""
+    """A titled timeline.
+
+    `unit`: seconds per unit of its times: 1e-9 for measured ones. `ranks` is P; `path`: its critical path, to be drawn
+    over it; `uncertainty`: of each rank's clock, in `unit`, shown beside its name.
+    """
 
     title: str
     timeline: Timeline
@@ -40,20 +50,26 @@ class Panel:
     uncertainty: Sequence[int] = ()
 
 
-def draw(panels: Sequence[Panel], width: int = WIDTH) -> Image.Image:
+def draw(panels: Sequence[Panel], width: int = WIDE) -> Picture:
     """One picture, the panels below each other on a common axis in ms that begins at each one's first action."""
-    span = max((_extent(panel)[1] for panel in panels), default=0.0) or 1e-3
+    span = 1e3 * max((_extent(panel)[1] for panel in panels), default=0.0) or 1.0
     heights = [_TITLE + _row_height(panel.timeline.ranks) * panel.timeline.ranks + _AXIS for panel in panels]
-    image = Image.new("RGB", (width, MARGIN + sum(heights) + _LEGEND), PAPER)
-    pen = ImageDraw.Draw(image)
+    entries = _entries(panels)
+    columns = max(1, int((width - 2 * MARGIN) / max(text_width(word, 12) + 40 for word, _ in entries)))
+    columns = min(columns, len(entries))
+    lines = -(-len(entries) // columns)
+    picture = Picture(width, MARGIN + sum(heights) + 14 + _LEGEND * lines)
     top = MARGIN
     for panel, height in zip(panels, heights, strict=True):
-        _Canvas(pen, top, width - MARGIN, span).draw(panel)
+        _Drawing(picture, panel, top, span).draw()
         top += height
-    kinds = {Kind(kind) for panel in panels for kind in np.unique(panel.timeline.kind).tolist()}
-    framed = any(len(panel.timeline.pairs) for panel in panels)
-    _legend(pen, top, kinds, framed, any(panel.path for panel in panels))
-    return image
+    names, handles = zip(*entries, strict=True)
+    picture.figure.legend(
+        handles, names, loc="upper left", bbox_to_anchor=(MARGIN / width, 1 - top / picture.height), ncols=columns,
+        frameon=False, fontsize=points(12), labelcolor=INK, borderpad=0, borderaxespad=0, handlelength=1.2,
+        handletextpad=0.5, columnspacing=1.5,
+    )  # fmt: skip
+    return picture
 
 
 def _extent(panel: Panel) -> tuple[Any, float]:
@@ -69,93 +85,114 @@ def _row_height(rows: int) -> int:
     return min(_MOST_ROW, max(_LEAST_ROW, _ROWS // max(1, rows)))
 
 
-def font(size: float) -> Any:
-    return ImageFont.load_default(size)
+class _Drawing:
+    """One panel in its axes, whose x are milliseconds 0..`span`, and whose y are rows from the top down."""
 
-
-class _Canvas:
-    """Where one panel is drawn: rows from `top`, seconds 0..`span` between the labels and `right`."""
-
-    def __init__(self, pen: ImageDraw.ImageDraw, top: int, right: int, span: float) -> None:
-        self.pen, self.top, self.left, self.right, self.span = pen, top, MARGIN + _LABELS, right, span
-
-    def x(self, seconds: npt.NDArray[np.float64] | float) -> Any:
-        return self.left + np.asarray(seconds) / self.span * (self.right - self.left)
-
-    def draw(self, panel: Panel) -> None:
-        timeline, rows = panel.timeline, self.top + _TITLE
-        height = _row_height(timeline.ranks)
-        bottom = rows + height * timeline.ranks
-        self.pen.text((MARGIN, self.top + _TITLE / 2), panel.title, INK, font(16), anchor="lm")
-        self._axis(rows, bottom)
-        for rank in range(timeline.ranks):
-            self._label(panel, rank, rows + rank * height, height)
+    def __init__(self, picture: Picture, panel: Panel, top: int, span: float) -> None:
+        self.panel, self.timeline = panel, panel.timeline
+        self.height, rows = _row_height(self.timeline.ranks), top + _TITLE
+        self.left, self.right = MARGIN + _LABELS, picture.width - MARGIN
+        self.span, self.pixel = span, span / (self.right - self.left)  # milliseconds
+        self.axes: Axes = picture.axes(self.left, rows, self.right, rows + self.height * self.timeline.ranks)
+        self.axes.set_xlim(0, span)
+        self.axes.set_ylim(self.timeline.ranks, 0)
+        picture.text(MARGIN, top + _TITLE / 2, panel.title, 16, INK)
         begin, _ = _extent(panel)
-        left, right = (self.x((t - begin) * panel.unit) for t in (timeline.start, timeline.end))
-        self._blocks(timeline, left, right, rows, height)
-        self._frames(timeline, left, right, rows, height)
-        self._path(panel, rows, height)
+        self.start, self.end = (
+            np.asarray((t - begin) * panel.unit * 1e3, dtype=np.float64)
+            for t in (self.timeline.start, self.timeline.end)
+        )
+        self.begin = begin
 
-    def _path(self, panel: Panel, rows: int, height: int) -> None:
-        """A line along the upper edges of what held the step up, and from rank to rank where it changes."""
-        begin, _ = _extent(panel)
-        points = []
-        for link in panel.path:
-            level = rows + link.rank * height + min(3, height // 3)
-            points += [(float(self.x((t - begin) * panel.unit)), level) for t in (link.start, link.end)]
-        points = [(max(x, self.left), y) for x, y in points]
-        if points:
-            self.pen.line(points, INK, 2)
+    def draw(self) -> None:
+        """Everything, what is drawn later over what is drawn before."""
+        self._axis()
+        self._blocks()
+        self._frames()
+        self._path()
 
-    def _axis(self, rows: int, bottom: int) -> None:
-        self.pen.rectangle((self.left, rows, self.right, bottom), _IDLE)
-        step = _round_step(self.span * 1e3 / 12)
-        for tick in np.arange(0, self.span * 1e3 * (1 + 1e-9), step).tolist():
-            at = float(self.x(tick / 1e3))
-            self.pen.line((at, rows, at, bottom + 4), _GRID)
-            self.pen.text((at, bottom + 7), f"{tick:g}", QUIET, font(11), anchor="ma")
-        self.pen.text((self.left - 10, bottom + 7), "ms", QUIET, font(11), anchor="ra")
+    def _axis(self) -> None:
+        from matplotlib.ticker import MaxNLocator
 
-    def _label(self, panel: Panel, rank: int, top: int, height: int) -> None:
-        if height < 10 and rank % -(-10 // height):
-            return
+        axes = self.axes
+        axes.set_facecolor(_IDLE)
+        axes.set_axisbelow(True)
+        axes.grid(axis="x", color=_GRID, linewidth=points(1))
+        axes.xaxis.set_major_locator(MaxNLocator(max(2, int((self.right - self.left) / 100)), steps=[1, 2, 5, 10]))
+        axes.tick_params(axis="x", labelsize=points(11), labelcolor=QUIET)
+        axes.set_xlabel("ms", loc="left", fontsize=points(11), color=QUIET)
+        axes.xaxis.set_label_coords(-10 / (self.right - self.left), -7 / (self.height * self.timeline.ranks))
+        axes.xaxis.label.set_horizontalalignment("right")
+        shown = range(0, self.timeline.ranks, max(1, -(-10 // self.height)))
+        axes.set_yticks([rank + 0.5 for rank in shown], [self._name(rank) for rank in shown])
+        axes.tick_params(axis="y", labelsize=points(min(12, self.height)), labelcolor=INK, pad=points(8))
+
+    def _name(self, rank: int) -> str:
+        panel = self.panel
         _, replica, own = Rank.of(rank, panel.ranks)
-        text = f"rank {own}" if panel.timeline.ranks == panel.ranks else f"replica {replica}  rank {own}"
+        text = f"rank {own}" if self.timeline.ranks == panel.ranks else f"replica {replica}  rank {own}"
         doubt = panel.uncertainty[rank] * panel.unit if panel.uncertainty else 0.0
-        if doubt:
-            text += f" ±{doubt * 1e3:.2g} ms"
-        self.pen.text((self.left - 10, top + height / 2), text, INK, font(min(12, height)), anchor="rm")
+        return f"{text} ±{doubt * 1e3:.2g} ms" if doubt else text
 
-    def _blocks(self, timeline: Timeline, left: Any, right: Any, rows: int, height: int) -> None:
+    def _blocks(self) -> None:
         """Blocks of at least a pixel; what runs behind the others gets a strip at the bottom of its row."""
-        small = font(min(12, height * 0.55))
-        columns = (timeline.rank, timeline.kind, timeline.microbatch, left, right, _parts(timeline))
-        gap = 1 if height >= 12 else 0
-        for rank, number, microbatch, a, b, part in zip(*(column.tolist() for column in columns), strict=True):
-            colour = COLOURS.get(Kind(number))
-            if colour is None or b < self.left or a > self.right:
-                continue
-            top, bottom = rows + rank * height + gap, rows + (rank + 1) * height - 1 - gap
-            if number in BEHIND:
-                top = bottom - max(1, height // 7)
-            elif part != _ALL:
-                top, bottom = (top, (top + bottom) // 2) if part == _UPPER else ((top + bottom) // 2 + 1, bottom)
-            a, b = round(max(a, self.left)), round(min(b, self.right))
-            between = 2 if b - a > 4 else 1  # a line of paper between neighbours of one colour
-            self.pen.rectangle((a, top, max(a, b - between), bottom), colour)
-            if number in COMPUTE_KINDS and height >= 14:
-                text = str(microbatch)
-                if self.pen.textlength(text, small) + 4 < b - a:
-                    self.pen.text(((a + b) / 2, (top + bottom) / 2), text, INK, small, anchor="mm")
+        timeline, pixel = self.timeline, 1 / self.height
+        gap = pixel if self.height >= 12 else 0.0
+        top, bottom = timeline.rank + gap, timeline.rank + 1 - gap - pixel
+        behind, parts, middle = np.isin(timeline.kind, BEHIND), _parts(timeline), (top + bottom) / 2
+        top = np.where(behind, bottom - max(1, self.height // 7) * pixel, np.where(parts == _LOWER, middle, top))
+        bottom = np.where(parts == _UPPER, middle, bottom)
+        wide = self.end - self.start
+        between = np.where(wide > 4 * self.pixel, 2, 1) * self.pixel  # a line of paper between blocks of one colour
+        end = np.maximum(self.start + self.pixel, self.end - between)
+        seen = (self.end >= 0) & (self.start <= self.span)
+        for kind, colour in COLOURS.items():
+            here = seen & (timeline.kind == kind)
+            self._boxes(self.start[here], end[here], top[here], bottom[here], facecolors=colour, linewidths=0)
+        self._numbers(np.flatnonzero(seen & np.isin(timeline.kind, COMPUTE_KINDS)), middle)
 
-    def _frames(self, timeline: Timeline, left: Any, right: Any, rows: int, height: int) -> None:
+    def _boxes(self, left: _Floats, right: _Floats, top: _Floats, bottom: _Floats, **how: Any) -> None:
+        from matplotlib.collections import PolyCollection
+
+        if len(left):
+            corners = np.stack([left, top, left, bottom, right, bottom, right, top], axis=1).reshape(-1, 4, 2)
+            self.axes.add_collection(PolyCollection(list(corners), antialiaseds=False, **how), autolim=False)
+
+    def _numbers(self, spans: npt.NDArray[np.int64], middle: _Floats) -> None:
+        """The micro-batch on each block that has room for it."""
+        size = min(12, self.height * 0.55)
+        if self.height < 14:
+            return
+        room = (self.end - self.start)[spans] / self.pixel - 4
+        numbers = self.timeline.microbatch[spans]
+        fitting = room > text_width("0", size) * np.char.str_len(numbers.astype(str))
+        if fitting.sum() > MOST_NUMBERS:
+            return
+        for span, number in zip(spans[fitting].tolist(), numbers[fitting].tolist(), strict=True):
+            at = (self.start[span] + self.end[span]) / 2 - self.pixel, middle[span]
+            self.axes.text(
+                *at, str(number), fontsize=points(size), color=INK, ha="center", va="center_baseline", clip_on=True
+            )
+
+    def _frames(self) -> None:
         """A line around the two blocks of each overlapped pair: they are one action."""
-        for first, second in timeline.pairs.tolist():
-            a, b = min(left[first], left[second]), max(right[first], right[second])
-            if b >= self.left and a <= self.right and height >= 12:
-                top = rows + int(timeline.rank[first]) * height
-                a, b = round(max(a, self.left)), round(min(b, self.right))
-                self.pen.rectangle((a, top, max(a, b - 2), top + height - 1), outline=INK)
+        first, second = self.timeline.pairs.T
+        if len(first) and self.height >= 12:
+            left, right = (
+                np.minimum(self.start[first], self.start[second]),
+                np.maximum(self.end[first], self.end[second]),
+            )
+            row, pixel = self.timeline.rank[first].astype(np.float64), 1 / self.height
+            right = np.maximum(left, right - 2 * self.pixel)
+            self._boxes(left, right, row, row + 1 - pixel, facecolors="none", edgecolors=INK, linewidths=points(1))
+
+    def _path(self) -> None:
+        """A line along the upper edges of what held the step up, and from rank to rank where it changes."""
+        ends = [(link.start, link.end) for link in self.panel.path]
+        if ends:
+            x = np.maximum(0, (np.array(ends).ravel() - self.begin) * self.panel.unit * 1e3)
+            y = np.repeat([link.rank + min(3, self.height // 3) / self.height for link in self.panel.path], 2)
+            self.axes.plot(x, y, color=INK, linewidth=points(2), antialiased=False)
 
 
 def _parts(timeline: Timeline) -> npt.NDArray[np.int64]:
@@ -167,22 +204,16 @@ def _parts(timeline: Timeline) -> npt.NDArray[np.int64]:
     return parts
 
 
-def _round_step(least: float) -> float:
-    """The smallest of 1, 2, 5 x 10^k that is not below `least`."""
-    power = 10.0 ** np.floor(np.log10(least))
-    return float(next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9)))
+def _entries(panels: Sequence[Panel]) -> list[tuple[str, Any]]:
+    """The legend: what is on the panels, in words, with something that looks like it."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
 
-
-def _legend(pen: ImageDraw.ImageDraw, top: int, kinds: set[Kind], pairs: bool, path: bool) -> None:
-    x, y = MARGIN + _LABELS, top + _LEGEND // 2 - 4
-    for kind in [kind for kind in COLOURS if kind in kinds]:
-        pen.rectangle((x, y - 6, x + 14, y + 6), COLOURS[kind])
-        pen.text((x + 20, y), WORDS[kind], INK, font(12), anchor="lm")
-        x += 36 + round(pen.textlength(WORDS[kind], font(12)))
-    for word, edge in [("overlapped pair", INK)] * pairs + [("bubble", _GRID)]:
-        pen.rectangle((x, y - 6, x + 14, y + 6), _IDLE, edge)
-        pen.text((x + 20, y), word, INK, font(12), anchor="lm")
-        x += 36 + round(pen.textlength(word, font(12)))
-    if path:
-        pen.line((x, y, x + 14, y), INK, 2)
-        pen.text((x + 20, y), "critical path", INK, font(12), anchor="lm")
+    kinds = set(itertools.chain.from_iterable(np.unique(panel.timeline.kind).tolist() for panel in panels))
+    found: list[tuple[str, Any]] = [(WORDS[kind], Patch(color=COLOURS[kind])) for kind in COLOURS if kind in kinds]
+    if any(len(panel.timeline.pairs) for panel in panels):
+        found.append(("overlapped pair", Patch(facecolor=_IDLE, edgecolor=INK)))
+    found.append(("bubble", Patch(facecolor=_IDLE, edgecolor=_GRID)))
+    if any(panel.path for panel in panels):
+        found.append(("critical path", Line2D([], [], color=INK, linewidth=points(2))))
+    return found

@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
-from PIL import Image, ImageDraw
+from engine.categories import WATERFALL
+from engine.report.pictures.draw import MARGIN, WIDE
+from engine.report.pictures.figure import Picture, points
+from engine.report.pictures.palette import INK, QUIET
 
-from engine.report.pictures.draw import MARGIN, WIDTH, font
-from engine.report.pictures.palette import BAR_COLOURS, INK, PAPER, QUIET
-
-_ROW, _GAP, _NAMES, _FIGURES = 30, 6, 120, 150
+_ROW, _NAMES, _FIGURES = 30, 120, 150
+_COLOURS = {bar.name: bar.colour for bar in WATERFALL}
 
 
-def draw_bars(bars: Mapping[str, float], title: str) -> Image.Image:
+def draw_bars(bars: Mapping[str, float], title: str, width: int = WIDE) -> Picture:
     """`bars`: seconds by name, in order. The last row is their sum; a negative one goes to the left."""
-    ends, reached = [], 0.0
-    for bar in bars.values():
-        ends.append((reached, reached + bar))
-        reached += bar
-    low, high = (side(moment for pair in ends for moment in pair) for side in (min, max))
-    image = Image.new("RGB", (WIDTH, 2 * MARGIN + _ROW * (len(bars) + 2)), PAPER)
-    pen = ImageDraw.Draw(image)
-    left, right = MARGIN + _NAMES, WIDTH - MARGIN - _FIGURES
-    scale = (right - left) / ((high - low) or 1.0)
-    pen.text((MARGIN, MARGIN + _ROW / 2), title, INK, font(16), anchor="lm")
-    rows = [*zip(bars, ends, strict=True), ("measured", (0.0, reached))]
-    for number, (name, (start, end)) in enumerate(rows, 1):
-        top = MARGIN + number * _ROW
-        a, b = (left + (moment - low) * scale for moment in (min(start, end), max(start, end)))
-        pen.rectangle((a, top + _GAP, max(a + 1, b), top + _ROW - _GAP), BAR_COLOURS.get(name, QUIET))
-        pen.text((left - 10, top + _ROW / 2), name, INK, font(13), anchor="rm")
-        pen.text((b + 8, top + _ROW / 2), _figure(end - start, reached), INK, font(13), anchor="lm")
-        if number < len(bars):
-            at = left + (end - low) * scale
-            pen.line((at, top + _ROW - _GAP, at, top + _ROW + _GAP), QUIET)
-    return image
+    ends = list(itertools.accumulate(bars.values(), initial=0.0))
+    total = ends[-1]
+    picture = Picture(width, 2 * MARGIN + _ROW * (len(bars) + 2))
+    picture.text(MARGIN, MARGIN + _ROW / 2, title, 16, INK)
+    left, right = MARGIN + _NAMES, width - MARGIN - _FIGURES
+    axes = picture.axes(left, MARGIN + _ROW, right, picture.height - MARGIN)
+    rows, low, high = len(bars) + 1, min(ends), max(ends)
+    axes.set_xlim(low, high if high > low else low + 1)
+    axes.set_ylim(rows, 0)
+    axes.xaxis.set_visible(False)
+    axes.set_yticks([row + 0.5 for row in range(rows)], [*bars, "measured"])
+    axes.tick_params(axis="y", labelsize=points(13), labelcolor=INK, pad=points(10))
+    starts, lengths = [*ends[:-1], 0.0], [*bars.values(), total]
+    colours = [*(_COLOURS.get(name, QUIET) for name in bars), QUIET]
+    axes.barh([row + 0.5 for row in range(rows)], lengths, 0.6, starts, color=colours, antialiased=False)
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        end = max(start, start + length)
+        axes.annotate(
+            _figure(length, total), (end, row + 0.5), (points(8), 0), textcoords="offset points", fontsize=points(13),
+            color=INK, va="center_baseline", annotation_clip=False,
+        )  # fmt: skip
+    for row, end in enumerate(ends[1:-1], 1):  # from the end of one bar to the beginning of the next
+        axes.plot([end, end], [row - 0.2, row + 0.2], color=QUIET, linewidth=points(1))
+    return picture
 
 
 def _figure(seconds: float, total: float) -> str:

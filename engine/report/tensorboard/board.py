@@ -19,13 +19,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from engine.files import writing
+from engine.report.pictures.figure import Picture
 from engine.report.tensorboard import series
 from engine.report.tensorboard.hparams import HParam
 
 _ENDS = {"completed": 1, "failed": 2}  # TensorBoard's numbers for the status of a session
+_RGBA = 4  # TensorBoard's number for it
+SHARP = 2  # pixels of an image for each of its picture
 _DATA_CLASS_TENSOR = 2  # TensorBoard's number for it
 BINS = 30  # of a histogram
 EVENTS = "events.out.tfevents"  # how the name of the one event file begins
@@ -72,9 +74,16 @@ class Board:
         content = layout_pb2.Layout(category=categories).SerializeToString()
         self._bytes(metadata.CONFIG_SUMMARY_TAG, content, 0, metadata.PLUGIN_NAME)
 
-    def image(self, tag: str, image: Image.Image, step: int) -> None:
-        with self._writing():
-            self._open().add_image(tag, np.asarray(image), step, dataformats="HWC")
+    def image(self, tag: str, picture: Picture, step: int) -> None:
+        """A picture that is looked at among others, at two of its pixels for each one of the layout."""
+        summary = self._summaries.Summary
+        image = summary.Image(
+            width=SHARP * picture.width,
+            height=SHARP * picture.height,
+            colorspace=_RGBA,
+            encoded_image_string=picture.png(SHARP),
+        )
+        self._add(summary(value=[summary.Value(tag=tag, image=image)]), step)
 
     def text(self, tag: str, markdown: str, step: int) -> None:
         with self._writing():

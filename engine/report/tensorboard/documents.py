@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.account.bubble import NAMES, Account
+from engine.account.bubble import Account
 from engine.account.clocks import Clocks
 from engine.account.gather import Step
 from engine.account.measure import Measure, fractions
@@ -17,6 +17,7 @@ from engine.account.overlap import Overlap
 from engine.account.steady import SteadyMeasure
 from engine.account.steps import document
 from engine.account.waterfall import Waterfall
+from engine.categories import NAMES
 from engine.job import Job
 from engine.plan.timeline import Timeline
 from engine.report.tensorboard import series
