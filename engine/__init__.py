@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from engine.pipeline.pipeline import Pipeline
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Compression",
     "DistributedOptimizer",

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +112,8 @@ TRANSPORTS: dict[str, TransportInfo] = {
         ),
     )
 }
+# What `transport=` may be; a transport that is added to the table is a choice at once.
+TRANSPORT_CHOICES: Collection[str] = ChainMap[str, Any](TRANSPORTS, {AUTO: None})
 
 
 def choose_transport(wanted: str, launch: str, device: str) -> TransportInfo:

@@ -242,7 +242,8 @@ def test_a_named_python_comes_first(checkout: Checkout) -> None:
 
 
 @pytest.mark.parametrize(
-    "script", [*(f"scripts/{name}" for name in ("run", "test", "check", "bench", "pictures")), ".ci/run"]
+    "script",
+    [*(f"scripts/{name}" for name in ("run", "test", "check", "bench", "pictures", "reference", "outputs")), ".ci/run"],
 )
 def test_scripts_are_executable_and_parse(script: str) -> None:
     path = CHECKOUT / script

@@ -19,12 +19,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from engine.cli.arguments import arranged
 from engine.cli.config import CONF
+from engine.cli.help import help_keys
 from engine.targets import named
 
 
 def register_resolvers() -> None:
-    """Interpolations of our own configuration files."""
+    """Register the interpolations that conf/config.yaml uses: a random token, and the keys for `--help`."""
     OmegaConf.register_new_resolver("engine.token", lambda: secrets.token_hex(3), use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("engine.keys", help_keys, replace=True)
 
 
 def composed(arguments: Sequence[str]) -> DictConfig:

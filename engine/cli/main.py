@@ -10,6 +10,7 @@ was started; 128 + n ended by signal n.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 from contextlib import suppress
@@ -30,13 +31,13 @@ from engine.cli import run
 from engine.cli.arguments import UsageError, arranged
 from engine.cli.complaints import check_groups, explain
 from engine.cli.composition import register_resolvers, run_dir, targets
-from engine.cli.config import AT_MOST, CONF, load
+from engine.cli.config import CONF, load
 from engine.console import forgiving
 from engine.errors import Interrupted
 from engine.files import UnwritableError
 from engine.launch import interrupt
 from engine.launch.failure_report import Outcome
-from engine.settings import Settings
+from engine.settings import KEYS, Settings
 
 if TYPE_CHECKING:
     from engine.folder.rows import Row
@@ -88,7 +89,7 @@ def _limit_s() -> float:
         key, _, value = word.partition("=")
         if key.lstrip("+") == "timeout_s":
             with suppress(ValueError):
-                return min(max(1.0, float(value)), AT_MOST["timeout_s"])  # NaN: 1
+                return min(max(1.0, float(value)), KEYS["timeout_s"].at_most or math.inf)  # NaN: 1
     return Settings.timeout_s
 
 

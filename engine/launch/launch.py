@@ -20,8 +20,8 @@ from engine.launch.failure_report import Outcome, Verdict
 from engine.launch.rank import guarded, thread_logging, work
 from engine.launch.supervise import Entry, OnRecord, Supervisor
 from engine.telemetry.records import decode
-from engine.training.cores import limit_threads
 from engine.training.connect import connect
+from engine.training.cores import limit_threads
 
 if TYPE_CHECKING:
     from engine.transport.threads import ThreadHub

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from engine.gradients.background import ReduceThread
 from engine.gradients.buckets import Reducer
 from engine.gradients.division import Division
+from engine.gradients.grad_hooks import Watch
 from engine.gradients.order import Order
 from engine.gradients.shards import ShardedReducer
-from engine.gradients.grad_hooks import Watch
 from engine.pipeline.communicators import Communicators
 from engine.pipeline.executor import Observer
 from engine.pipeline.stage import Stage
