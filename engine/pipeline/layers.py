@@ -45,7 +45,7 @@ def layers_of(given: Given) -> list[GivenLayer]:
     ValueError for anything else, and for an nn.Sequential that does more than to run its children one after another.
     """
     if isinstance(given, nn.Sequential):
-        return [GivenLayer(name, child, None) for name, child in children_of(given, "layers is")]
+        return [GivenLayer(name, child, None) for name, child in children_of(given, "layers is", "give")]
     if isinstance(given, nn.Module) or not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise ValueError(
             f"layers is {a_type(given) if given != [] else 'an empty list'}; give an nn.Sequential, or a list of "
@@ -66,12 +66,15 @@ def _layer(number: int, item: Any) -> GivenLayer:
     )
 
 
-def children_of(made: nn.Sequential, where: str) -> list[tuple[str, nn.Module]]:
-    """(name, child) of a container that only runs its children in order; ValueError, beginning with `where`, if not."""
+def children_of(made: nn.Sequential, where: str, remedy: str) -> list[tuple[str, nn.Module]]:
+    """(name, child) of a container that only runs its children in order.
+
+    ValueError for any other: it begins with `where`, and asks to `remedy` (give, return) a list.
+    """
     if more := _beyond_children(made):
         raise ValueError(
-            f"{where} {a_type(made)} with {more}, which is lost where its children run on different ranks: use a list "
-            "of (dotted name, function that builds the layer) instead, with that inside a layer"
+            f"{where} {a_type(made)} with {more}, which is lost where its children run on different ranks: {remedy} a "
+            "list of (dotted name, function that builds the layer) instead, with that inside a layer"
         )
     if not len(made):
         raise ValueError(f"{where} {a_type(made)} without layers: add some")

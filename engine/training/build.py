@@ -29,7 +29,7 @@ def model_layers(config: Mapping[str, Any]) -> list[tuple[str, Callable[[], nn.M
     made = build(keywords, where="model")
     where = f"model._target_ {config.get('_target_')} returned"
     if isinstance(made, nn.Sequential):
-        return [(name, lambda child=child: child) for name, child in children_of(made, where)]  # type: ignore[misc]
+        return [(name, lambda child=child: child) for name, child in children_of(made, where, "return")]  # type: ignore[misc]
     layers = list(made) if isinstance(made, list | tuple) else []
     if made == []:
         raise ValueError(f"{where} an empty list: a model has layers")

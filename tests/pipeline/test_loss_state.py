@@ -71,7 +71,7 @@ def test_a_state_is_moved_once_per_micro_batch_and_by_training_alone(
 def test_evaluation_sees_the_state_that_training_left() -> None:
     """In evaluation mode, on a copy of it."""
     ran = run_threads(wanted("Centred", eval=Eval(every=1)))
-    loss = ran.workers[1].loss
+    loss = ran.workers[1].pipeline.loss
     assert loss._function.calls == 12  # type: ignore[attr-defined]
     scoring = ran.workers[1].evaluation._scoring
     assert scoring is not loss and not scoring._function.training and loss._function.training  # type: ignore[attr-defined]
