@@ -16,7 +16,7 @@ from torch import nn
 
 from engine.collectives import Collective, Group
 from engine.errors import a_type
-from engine.gradients.shard_parameters import Piece
+from engine.gradients.shard_parameters import ShardParameter
 from engine.job import Job
 from engine.pipeline.dtypes import cast
 from engine.pipeline.modes import begin_training
@@ -151,7 +151,11 @@ class Wiring:
 
 
 def norms_of(
-    job: Job, stages: Mapping[int, Stage], pieces: Mapping[int, Sequence[Piece]], wiring: Wiring, device: torch.device
+    job: Job,
+    stages: Mapping[int, Stage],
+    pieces: Mapping[int, Sequence[ShardParameter]],
+    wiring: Wiring,
+    device: torch.device,
 ) -> Norms:
     """The norm of the whole model, seen from the rank that holds `stages`. It counts first copies only, or its own
     `pieces` of each stage where the optimizer is divided."""

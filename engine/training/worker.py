@@ -19,7 +19,7 @@ import torch
 
 from engine.gradients.background import ReduceThread
 from engine.gradients.buckets import Reducer
-from engine.gradients.grad_hooks import Watch
+from engine.gradients.grad_hooks import GradHooks
 from engine.gradients.order import Order
 from engine.gradients.servers.pushes import PushReducer
 from engine.gradients.shards import ShardedReducer
@@ -90,7 +90,7 @@ class Worker:
         optimizer, scheduler = (None, None) if pushing else build_optimizer(job, parameters)
         self.update = Update(parameters, optimizer, scheduler, settings.train.clip_norm)
         self.norms = norms_of(job, self.stages, pieces, self.wiring, self.device)
-        self.watches = [Watch([p for _, p in reducer.named], reducer.seen) for reducer in self.reducers.values()]
+        self.watches = [GradHooks([p for _, p in reducer.named], reducer.seen) for reducer in self.reducers.values()]
         self.loss = make_loss(settings.model.get("loss") or {})
         self.tracer = tracer_for(self.device)
         for stage in self.stages.values():

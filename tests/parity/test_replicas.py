@@ -82,7 +82,7 @@ def test_hierarchical_counts_both_copies_of_a_stage_into_a_host(group_size: int)
     wanted = settings("dualpipe", 2, 4, 2, allreduce=AllReduce("hierarchical", 300, group_size), steps=2)
     ran = run_threads(wanted)
     close(ran.state(), plain(wanted, microbatched=True)[0])
-    (sizes,) = {tuple(map(len, reduction.circles(4)[0])) for reduction in ran.workers[0].wiring.reduction.values()}
+    (sizes,) = {tuple(map(len, reduction.rings(4)[0])) for reduction in ran.workers[0].wiring.reduction.values()}
     assert sizes == (2 * group_size,) * (2 // group_size)
 
 
