@@ -25,7 +25,8 @@ from engine.launch.failure_report import FailureReport
 from engine.launch.rank import error_record
 from engine.telemetry.records import decode
 from engine.training.source import _explained
-from engine.transport import PeerError, Transport, segments
+from engine.transport import PeerError, Transport
+from engine.transport.shared import segments
 from engine.transports import shared_memory_missing
 
 needs_memfd = pytest.mark.skipif(bool(shared_memory_missing()), reason="needs Linux with memfd_create and eventfd")

@@ -34,8 +34,8 @@ from engine.telemetry.records import Record, encode
 from engine.training.meet import store_in
 from engine.transport import Edge, Transport, rendezvous
 from engine.transport.credentials import StrangerError
-from engine.transport.ends import introduction
 from engine.transport.shared import SharedMemoryTransport
+from engine.transport.shared.ends import introduction
 from engine.transports import shared_memory_missing
 
 NOBODY = 65534

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.transport import Work
-from engine.transport.queues import after, mark
-from engine.transport.timeouts import Timeouts
+from engine.transport.threads.queues import after, mark
+from engine.transport.threads.timeouts import Timeouts
 
 
 class SumGroup:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.transport import Edge, Work
-from engine.transport.timeouts import Timeouts
+from engine.transport.threads.timeouts import Timeouts
 
 
 class Operation:

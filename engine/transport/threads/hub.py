@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from engine.transport import AnyMemory, Channel, Edge, Endpoint, PeerLost, Work
-from engine.transport.queues import Queues
-from engine.transport.sums import SumGroup
-from engine.transport.timeouts import Timeouts
+from engine.transport.threads.queues import Queues
+from engine.transport.threads.sums import SumGroup
+from engine.transport.threads.timeouts import Timeouts
 
 
 class ThreadHub:
