@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 import pytest
 import torch.distributed as dist
 
-from engine.transport import Edge, Transport, queues
+from engine.transport import Edge, Transport
 from engine.transport.gloo import GlooTransport
 from engine.transport.shared import SharedMemoryTransport
-from engine.transport.threads import ThreadHub
+from engine.transport.threads import ThreadHub, queues
 
 T = TypeVar("T")
 HANG_S = 60.0

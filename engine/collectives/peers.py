@@ -69,7 +69,7 @@ def mesh(members: Sequence[int], pairs: Iterable[tuple[int, int]], label: str) -
     return [Edge(members[a], members[b], label) for a, b in dict.fromkeys(pairs)]
 
 
-def pieces(tensor: Tensor) -> list[Tensor]:
+def message_pieces(tensor: Tensor) -> list[Tensor]:
     """Cut a flat tensor into pieces of at most PIECE_BYTES; none of an empty one."""
     if not len(tensor):
         return []
@@ -77,7 +77,7 @@ def pieces(tensor: Tensor) -> list[Tensor]:
     return [tensor] if len(tensor) <= size else list(tensor.split(size))
 
 
-def alike(cut: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
+def views_like(cut: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
     """Views of `buffer`, one behind the other, of the sizes of `cut`."""
     sizes = [len(piece) for piece in cut]
     return list(buffer[: sum(sizes)].split(sizes)) if sizes else []

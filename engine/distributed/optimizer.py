@@ -23,13 +23,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from engine.distributed.broadcast import broadcast_optimizer_state, broadcast_parameters, named_pairs
 from engine.distributed.calls import LOOK_S
-from engine.distributed.stragglers import RollCall
+from engine.distributed.stragglers import Stragglers
 from engine.distributed.world import World, current
 from engine.errors import a_type
 from engine.gradients.buckets import Reducer
 from engine.gradients.combine import Mean
 from engine.gradients.compression import Compression
-from engine.gradients.grad_hooks import Watch
+from engine.gradients.grad_hooks import GradHooks
 from engine.gradients.layout_check import require_alike
 from engine.transport import PeerError
 
@@ -131,10 +131,10 @@ class Synchronizer:
         self.combine = Mean(ring, compression, average=op == "mean")
         self.reducer = Reducer(named, ring, bucket_bytes, combine=self.combine)
         names = [[name for name, _ in bucket.named] for bucket in self.reducer.buckets]
-        self._calls = RollCall(world, ring.label, names)
+        self._calls = Stragglers(world, ring.label, names)
         self._step = 0
         self.combine.begin = lambda bucket: self._calls.arrive(self._step, bucket)
-        self._watch = Watch([p for _, p in self.reducer.named], self.added)
+        self._watch = GradHooks([p for _, p in self.reducer.named], self.added)
         for _, p in named:
             _latest[p] = weakref.ref(self)
         self._begin()

@@ -15,7 +15,7 @@ from engine.distributed.world import World
 SHOWN = 3
 
 
-class RollCall:
+class Stragglers:
     """`label` tells optimizers apart; `names[b]`: the tensors of bucket b."""
 
     def __init__(self, world: World, label: str, names: Sequence[Sequence[str]]) -> None:

@@ -93,7 +93,7 @@ class World:
 
 _world: World | None = None
 _own = threading.local()  # `join`: makes the world of a rank that is a thread
-_place: rendezvous.Place | None = (
+_place: rendezvous.Rendezvous | None = (
     None  # among what the launcher started: met once, whatever is opened and closed over it
 )
 _joinings = 0  # all ranks join equally often, and each time under keys of its own

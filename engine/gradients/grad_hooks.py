@@ -1,7 +1,7 @@
 """Hearing of each gradient as soon as autograd has added it to `.grad`.
 
 The hook is one of the node that does the adding, not of the parameter: a parameter with hooks of its own would be
-treated differently by a split backward. The node lives as long as somebody holds it, which is what `Watch` does.
+treated differently by a split backward. The node lives as long as somebody holds it, which is what `GradHooks` does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 
-class Watch:
+class GradHooks:
     """Calls `added(i)` after each accumulation into `parameters[i].grad`, in the thread of the backward.
 
     `added` is a bound method. Its object is not kept alive: it usually owns the watch, and Python's collector does not

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from engine.gradients.layout import Bucket
 
 
-class Piece(NamedTuple):
+class ShardParameter(NamedTuple):
     """The part of parameter `number` (of the reducer's `named`) that an owner updates."""
 
     number: int
@@ -27,7 +27,7 @@ class Owned(NamedTuple):
     """A piece, its parameter's place in the bucket, and the elements of the owned part that it covers."""
 
     place: int
-    piece: Piece
+    piece: ShardParameter
     first: int
     last: int
 
@@ -49,7 +49,7 @@ def owned(bucket: Bucket, span: tuple[int, int], values: Tensor, numbers: dict[i
         if begin >= end:
             continue
         own = values[begin - span[0] : end - span[0]] if flat else views[place]
-        piece = Piece(numbers[id(parameter)], nn.Parameter(own))
+        piece = ShardParameter(numbers[id(parameter)], nn.Parameter(own))
         found.append(Owned(place, piece, begin - span[0], end - span[0]))
     return found
 

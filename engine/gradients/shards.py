@@ -26,7 +26,7 @@ from engine.gradients.buckets import Reducer
 from engine.gradients.division import Division
 from engine.gradients.layout import Bucket, Named
 from engine.gradients.order import Order
-from engine.gradients.shard_parameters import Owned, Piece, move_into, owned
+from engine.gradients.shard_parameters import Owned, ShardParameter, move_into, owned
 
 
 class ShardedReducer(Reducer):
@@ -54,7 +54,7 @@ class ShardedReducer(Reducer):
         self.gather_span = (0, 0)  # time.monotonic_ns at the start and the end of the last gathering
 
     @property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[ShardParameter]:
         """What the optimizer updates, in the order of the parameters."""
         return sorted((own.piece for bucket in self._pieces for own in bucket), key=lambda piece: piece.number)
 

@@ -34,7 +34,7 @@ class Outcome:
 
 
 @dataclass
-class Verdict:
+class FailureReport:
     """Collects failures of world ranks 0..world-1; `ranks` is P."""
 
     ranks: int

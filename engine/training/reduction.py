@@ -25,7 +25,7 @@ def grouped(settings: Settings) -> Settings:
     if size is None:
         whole, rest = divmod(ranks_per_host(settings.world), settings.pipeline.ranks)
         size = whole if whole and not rest and replicas % whole == 0 else 1
-    load(ALLREDUCES[chosen.name].kind).grouped(size).circles(replicas)
+    load(ALLREDUCES[chosen.name].kind).grouped(size).rings(replicas)
     return replace(settings, allreduce=replace(chosen, group_size=size))
 
 

@@ -14,7 +14,7 @@ from workers import RUNS, copy_late, over_threads
 
 from engine.collectives import COLLECTIVES, Collective, Hierarchical, ReduceOp, peers
 from engine.collectives.allreduce.auto import CANDIDATES, Auto
-from engine.collectives.allreduce.costs import ALGORITHMS, Link, cheapest
+from engine.collectives.allreduce.costs import ALGORITHMS, LinkCosts, cheapest
 from engine.collectives.topologies import Node, binomial, double_binary, flat
 from engine.transport import Transport
 
@@ -280,7 +280,7 @@ def test_an_inner_node_of_one_binary_tree_is_a_leaf_of_the_other(size: int) -> N
 def test_auto_measures_once_and_all_members_choose_alike(run: Any, world: int) -> None:
     sizes = (1, 10_000, 300_000)
 
-    def main(transport: Transport) -> tuple[Link, list[str]]:
+    def main(transport: Transport) -> tuple[LinkCosts, list[str]]:
         collective = joined(transport, Auto)
         assert isinstance(collective, Auto)
         for size in sizes:
@@ -303,7 +303,7 @@ def test_auto_measures_once_and_all_members_choose_alike(run: Any, world: int) -
 
 
 def test_auto_prefers_few_messages_for_small_tensors_and_few_bytes_for_large_ones() -> None:
-    link = Link(50e-6, 1e-9, 0.2e-9)
+    link = LinkCosts(50e-6, 1e-9, 0.2e-9)
     for world in (3, 4, 5, 8):
         small, large = (cheapest(CANDIDATES, world, nbytes, link) for nbytes in (64, 10**8))
         assert small == "recursive_doubling"

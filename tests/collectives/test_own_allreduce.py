@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.allreduces import ALLREDUCES, AllReduceInfo
 from engine.collectives import COLLECTIVES, Collective, ReduceOp
 from engine.collectives.allreduce.auto import CANDIDATES
-from engine.collectives.allreduce.costs import ALGORITHMS, Link, Terms, cheapest
+from engine.collectives.allreduce.costs import ALGORITHMS, LinkCosts, Terms, cheapest
 from engine.collectives.peers import mesh, wait_all
 from engine.transport import Edge
 
@@ -78,7 +78,7 @@ def test_a_run_sums_with_it_by_name(own: AllReduceInfo, engine: Engine) -> None:
 def test_it_is_in_every_list_that_the_row_says(own: AllReduceInfo) -> None:
     assert COLLECTIVES[own.name] is EveryoneToEveryone and own.name in CANDIDATES
     assert ALGORITHMS[own.name](4) == Terms(1, 3, 3)
-    latency, bandwidth = Link(1e-3, 1e-12, 0.0), Link(1e-12, 1e-9, 0.0)
+    latency, bandwidth = LinkCosts(1e-3, 1e-12, 0.0), LinkCosts(1e-12, 1e-9, 0.0)
     assert cheapest(CANDIDATES, 4, 1000, latency) == own.name
     assert cheapest(CANDIDATES, 4, 1000, bandwidth) == "halving_doubling"
 

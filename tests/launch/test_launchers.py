@@ -157,7 +157,7 @@ def test_waiting_is_told_and_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None
     now = [100.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + 1))
     monkeypatch.setattr(rendezvous, "time", clock)
-    patience = rendezvous.Patience(35, told.append, begun=100.0, told=100.0)
+    patience = rendezvous.Deadline(35, told.append, begun=100.0, told=100.0)
     with pytest.raises(ValueError, match=r"^rank 7: waited 35 s \(timeout_s\); start it$"):
         while True:
             patience.wait("rank 7", "start it")

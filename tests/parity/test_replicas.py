@@ -83,8 +83,7 @@ def test_hierarchical_counts_both_copies_of_a_stage_into_a_host(group_size: int)
     ran = run_threads(wanted)
     close(ran.state(), plain(wanted, microbatched=True)[0])
     (sizes,) = {
-        tuple(map(len, reduction.circles(4)[0]))
-        for reduction in ran.workers[0].pipeline.communicators.reduction.values()
+        tuple(map(len, reduction.rings(4)[0])) for reduction in ran.workers[0].pipeline.communicators.reduction.values()
     }
     assert sizes == (2 * group_size,) * (2 // group_size)
 

@@ -20,8 +20,8 @@ from engine.job import Job
 from engine.settings import Eval, Settings
 from engine.training import connect
 from engine.transport import Edge, PeerTimeout, Transport
-from engine.transport.segments import LEAST_BYTES, MOST_BYTES, Mapped, Segments, size_of
 from engine.transport.shared import SharedMemoryTransport
+from engine.transport.shared.segments import LEAST_BYTES, MOST_BYTES, Mapped, Segments, size_of
 from engine.transports import shared_memory_missing
 
 pytestmark = pytest.mark.skipif(bool(shared_memory_missing()), reason="needs Linux with memfd_create and eventfd")

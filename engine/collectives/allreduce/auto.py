@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.allreduces import ALLREDUCES
 from engine.collectives.allreduce.base import Collective
-from engine.collectives.allreduce.costs import Link, cheapest
+from engine.collectives.allreduce.costs import LinkCosts, cheapest
 from engine.collectives.allreduce.probe import measure
 from engine.collectives.allreduce.ring import Ring
 from engine.collectives.ops import ReduceOp
@@ -30,7 +30,7 @@ class Auto(Collective):
 
     def __init__(self, transport: Transport, members: Sequence[int], label: str) -> None:
         super().__init__(transport, members, label)
-        self.link: Link | None = None
+        self.link: LinkCosts | None = None
         self._candidates = {name: kind(transport, members, label) for name, kind in CANDIDATES.items()}
         self._ring = Ring(transport, members, label)  # whose links are measured
         for candidate in [self._ring, *self._candidates.values()]:

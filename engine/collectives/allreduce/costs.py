@@ -18,7 +18,7 @@ from engine.collectives.topologies import double_binary
 from engine.registry import Loaded
 
 
-class Link(NamedTuple):
+class LinkCosts(NamedTuple):
     """α in seconds, β and γ in seconds per byte."""
 
     alpha: float
@@ -33,7 +33,7 @@ class Terms(NamedTuple):
     traffic: float
     work: float
 
-    def seconds(self, nbytes: float, link: Link) -> float:
+    def seconds(self, nbytes: float, link: LinkCosts) -> float:
         return self.messages * link.alpha + nbytes * (self.traffic * link.beta + self.work * link.gamma)
 
 
@@ -106,7 +106,7 @@ def sharded_parameter_server(size: int) -> Terms:
 
 ALGORITHMS: Mapping[str, Callable[[int], Terms]] = Loaded(ALLREDUCES, lambda row: row.cost)
 
-EXAMPLE_BYTES, EXAMPLE_RANKS, EXAMPLE_LINK = 160e6, 4, Link(0.0, 1 / 16e9, 0.0)
+EXAMPLE_BYTES, EXAMPLE_RANKS, EXAMPLE_LINK = 160e6, 4, LinkCosts(0.0, 1 / 16e9, 0.0)
 EXAMPLE: Mapping[str, Terms] = {
     "one GPU as server": reduce_broadcast(EXAMPLE_RANKS),
     "the host as server": parameter_server(EXAMPLE_RANKS),
@@ -119,6 +119,6 @@ def example_seconds() -> dict[str, float]:
     return {way: terms.seconds(EXAMPLE_BYTES, EXAMPLE_LINK) for way, terms in EXAMPLE.items()}
 
 
-def cheapest(names: Mapping[str, object], size: int, nbytes: float, link: Link) -> str:
+def cheapest(names: Mapping[str, object], size: int, nbytes: float, link: LinkCosts) -> str:
     """The one of `names` that costs least; of equals the first."""
     return min(names, key=lambda name: ALGORITHMS[name](size).seconds(nbytes, link))

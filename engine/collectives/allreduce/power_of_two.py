@@ -13,7 +13,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from engine.collectives.ops import ReduceOp
-from engine.collectives.peers import Peers, pieces, wait_all
+from engine.collectives.peers import Peers, message_pieces, wait_all
 
 Hypercube = Callable[[list[int], Tensor, ReduceOp], None]
 
@@ -39,7 +39,7 @@ def _bits(size: int) -> list[int]:
 
 def through_core(peers: Peers, tensor: Tensor, op: ReduceOp, reduce: Hypercube) -> None:
     """All-reduce a flat tensor in place: `reduce(core, tensor, op)` does it for the members of the core."""
-    stay, me, cut = core(peers.size), peers.position, pieces(tensor)
+    stay, me, cut = core(peers.size), peers.position, message_pieces(tensor)
     if me not in stay:
         # The result may arrive where our part still lies: it exists only once that has been delivered.
         arriving = [peers.recv(me - 1, piece) for piece in cut]

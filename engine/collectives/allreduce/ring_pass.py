@@ -25,14 +25,14 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from engine.collectives.ops import ReduceOp, combine_means
-from engine.collectives.peers import Peers, alike, pieces, wait_all
+from engine.collectives.peers import Peers, message_pieces, views_like, wait_all
 from engine.transport import Work
 
 
-class Circle:
-    """A ring over some positions, in the `order` of travel; `name` tells the buffers of several circles apart."""
+class RingPass:
+    """A ring over some positions, in the `order` of travel; `name` tells the buffers of several passes apart."""
 
-    def __init__(self, peers: Peers, order: Sequence[int], name: str = "circle") -> None:
+    def __init__(self, peers: Peers, order: Sequence[int], name: str = "ring") -> None:
         self.size, self.place = len(order), order.index(peers.position)
         self._before, self._after = order[self.place - 1], order[(self.place + 1) % self.size]
         self._peers, self._name = peers, name
@@ -61,20 +61,20 @@ class Circle:
         return tensor.tensor_split(self.size)[(self.place + 1) % self.size]
 
     def turn(self, tensor: Tensor, op: ReduceOp, steps: range, counts: Sequence[int] | None = None) -> Iterator[None]:
-        """Go through `steps`; yields before each wait, so that several circles can turn at once.
+        """Go through `steps`; yields before each wait, so that several passes can turn at once.
 
         With `counts`, by place, each part is the mean of so many, and so is whatever they become on the way.
         """
         if not steps:
             return
-        chunks = [pieces(chunk) for chunk in tensor.tensor_split(self.size)]
+        chunks = [message_pieces(chunk) for chunk in tensor.tensor_split(self.size)]
         largest = len(tensor) // self.size + 1
         scratch = [self._peers.scratch((self._name, odd), tensor, largest) for odd in (0, 1)]
 
         def post(step: int) -> list[tuple[Tensor, Tensor, Work]]:
             """Receives of a step: (piece of the tensor, where it arrives, work)."""
             cut = chunks[(self.place - 1 - step) % self.size]
-            buffers = alike(cut, scratch[step % 2]) if step < self.size - 1 else cut
+            buffers = views_like(cut, scratch[step % 2]) if step < self.size - 1 else cut
             return [(p, b, self._peers.recv(self._before, b)) for p, b in zip(cut, buffers, strict=True)]
 
         following = post(steps.start)
@@ -96,7 +96,7 @@ class Circle:
 
 
 def run(*turns: Iterator[None]) -> None:
-    """Let circles turn at once: a step of each in turn, until all have come round."""
+    """Let passes turn at once: a step of each in turn, until all have come round."""
     left = list(turns)
     while left:
         left = [turn for turn in left if next(turn, turn) is not turn]

@@ -106,7 +106,7 @@ class PushReducer(Reducer):
         for owner in self._owners:
             self._take_answer(owner, False)
 
-    def told(self) -> list[tuple[int, int, int, int]]:
+    def pop_records(self) -> list[tuple[int, int, int, int]]:
         """What became of the last step's push: the position of each owner, and its `Push`."""
         return [(owner, *push) for owner, push in self._done.items()]
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from engine.collectives.peers import Peers, wait_all
 from engine.gradients.layout import Bucket
 from engine.gradients.servers.stale_synchronous import StaleSynchronous
-from engine.gradients.shard_parameters import Owned, Piece
+from engine.gradients.shard_parameters import Owned, ShardParameter
 from engine.transport import Work
 
 HELD, APPLIED, WEIGHTS = range(3)  # what an answer says: wait on; the push is applied; the weights follow
@@ -93,7 +93,7 @@ class ParameterServer:
         self._threads: list[threading.Thread] = []
 
     @property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[ShardParameter]:
         """What the optimizer updates, in the order of the parameters."""
         return sorted((own.piece for bucket in self._owned for own in bucket), key=lambda piece: piece.number)
 

@@ -6,7 +6,7 @@ slots later. Six slots are what it costs a rank (F, I and W of two chunks), so i
 a block keeps an activation tells the peak.
 
     repeat    the block for every micro-batch; W has no slots of its own and takes those that are left
-    reorder   what can begin earlier without raising the peak is pulled into free slots (pulling.py)
+    reorder   what can begin earlier without raising the peak is pulled into free slots (squeeze.py)
     squeeze   every action as early as its row and its messages allow: what execution does with a row anyhow
 """
 

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 from engine.transport import Work
-from engine.transport.queues import after, mark
-from engine.transport.timeouts import Patience
+from engine.transport.threads.queues import after, mark
+from engine.transport.threads.timeouts import Timeouts
 
 
-class Group:
+class SumGroup:
     """Sums over some ranks. The k-th call of each member belongs to round k."""
 
-    def __init__(self, members: tuple[int, ...], label: str, patience: Patience) -> None:
+    def __init__(self, members: tuple[int, ...], label: str, timeouts: Timeouts) -> None:
         self.members = members
         self.name = f"all-reduce {label} over ranks {list(members)}"
-        self.patience = patience
-        self.condition = patience.condition()
+        self.timeouts = timeouts
+        self.condition = timeouts.condition()
         self._calls = dict.fromkeys(members, 0)
         self._rounds: dict[int, _Round] = {}
 
@@ -35,7 +35,7 @@ class Group:
                 del self._rounds[number]
                 current.finish(self.members, self.name)
                 self.condition.notify_all()
-        return _Sum(self, current, tensor)
+        return _ThreadSum(self, current, tensor)
 
 
 class _Round:
@@ -60,10 +60,10 @@ class _Round:
         self.total = total
 
 
-class _Sum:
+class _ThreadSum:
     """A Work."""
 
-    def __init__(self, group: Group, current: _Round, tensor: Tensor) -> None:
+    def __init__(self, group: SumGroup, current: _Round, tensor: Tensor) -> None:
         self._group, self._round, self._tensor = group, current, tensor
         self._copied = False
 
@@ -73,7 +73,7 @@ class _Sum:
     def wait(self) -> None:
         group, current = self._group, self._round
         with group.condition:
-            group.patience.wait(
+            group.timeouts.wait(
                 group.condition, lambda: bool(current.error) or current.total is not None, group.name, None
             )
         if current.error:

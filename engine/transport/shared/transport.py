@@ -31,9 +31,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from engine.errors import ExhaustedError
 from engine.transport import Channel, Edge, Endpoint, PeerTimeout, Work
 from engine.transport.c10d import Finished, check_reducible, sum_over
-from engine.transport.ends import ReceivingEnd, SendingEnd, introduction
-from engine.transport.exchange import Exchange, meet
 from engine.transport.gloo import GlooTransport
+from engine.transport.shared.ends import ReceivingEnd, SendingEnd, introduction
+from engine.transport.shared.exchange import Exchange, meet
 from engine.transport.sockets import Limit, accepted, connected, listening
 from engine.transport.waits import ANYWHERE, Waits
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.transport import Edge, Work
-from engine.transport.timeouts import Patience
+from engine.transport.threads.timeouts import Timeouts
 
 
 class Operation:
@@ -43,7 +43,7 @@ class Operation:
             queues = self._queues
             what = f"{self.kind} on {queues.edge}, peer {self._peer}"
             with queues.condition:
-                queues.patience.wait(queues.condition, lambda: self.complete, what, self._peer)
+                queues.timeouts.wait(queues.condition, lambda: self.complete, what, self._peer)
         if self.error:
             raise RuntimeError(self.error)
         after(self.mark)
@@ -52,10 +52,10 @@ class Operation:
 class Queues:
     """Both ends of one edge."""
 
-    def __init__(self, edge: Edge, patience: Patience) -> None:
+    def __init__(self, edge: Edge, timeouts: Timeouts) -> None:
         self.edge = edge
-        self.patience = patience
-        self.condition = patience.condition()
+        self.timeouts = timeouts
+        self.condition = timeouts.condition()
         self._waiting: dict[str, deque[Operation]] = {"send": deque(), "receive": deque()}
 
     @property

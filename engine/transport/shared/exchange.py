@@ -30,8 +30,8 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from engine.transport import PeerLost, PeerTimeout
-from engine.transport.ends import Owner
-from engine.transport.segments import refused
+from engine.transport.shared.ends import Owner
+from engine.transport.shared.segments import refused
 from engine.transport.sockets import Limit, accepted, connected, listening
 
 SHORT_BYTES = 4096  # of a part that goes through the socket itself, which has room for dozens of them

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from engine.transport import PeerLost, PeerTimeout
 
 
-class Patience:
+class Timeouts:
     """The waits of one run. `timeout_s` limits each of them."""
 
     def __init__(self, timeout_s: float) -> None:

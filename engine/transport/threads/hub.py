@@ -1,6 +1,6 @@
 """All ranks are threads of one process; a hub holds what they share.
 
-Messages meet in `queues`, sums in `sums`, and `patience` limits every wait.
+Messages meet in `queues`, sums in `sums`, and `timeouts` limits every wait.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from engine.transport import AnyMemory, Channel, Edge, Endpoint, PeerLost, Work
-from engine.transport.queues import Queues
-from engine.transport.sums import Group
-from engine.transport.timeouts import Patience
+from engine.transport.threads.queues import Queues
+from engine.transport.threads.sums import SumGroup
+from engine.transport.threads.timeouts import Timeouts
 
 
 class ThreadHub:
@@ -23,12 +23,12 @@ class ThreadHub:
 
     def __init__(self, world: int, timeout_s: float) -> None:
         self.world = world
-        self._patience = Patience(timeout_s)
+        self._timeouts = Timeouts(timeout_s)
         self._lock = threading.Lock()
         self._opened: list[list[Edge]] = []
         self._calls: Counter[int] = Counter()
         self._queues: dict[Edge, Queues] = {}
-        self._groups: dict[tuple[tuple[int, ...], str], Group] = {}
+        self._groups: dict[tuple[tuple[int, ...], str], SumGroup] = {}
 
     def transport(self, rank: int) -> ThreadTransport:
         """The end of `rank`, for its thread."""
@@ -36,11 +36,11 @@ class ThreadHub:
 
     def abort(self) -> None:
         """Every wait of every rank, present and future, raises PeerLost. From any thread."""
-        self._patience.abort()
+        self._timeouts.abort()
 
     @property
     def aborted(self) -> bool:
-        return self._patience.aborted
+        return self._timeouts.aborted
 
     def open(self, rank: int, edges: Sequence[Edge]) -> None:
         """Raises ValueError where `rank` passes another list than the ranks before it in the same call."""
@@ -56,7 +56,7 @@ class ThreadHub:
                 raise ValueError(f"rank {rank} opens {len(edges)} channels, another rank {len(first)}")
             for edge in edges:
                 if edge not in self._queues:
-                    self._queues[edge] = Queues(edge, self._patience)
+                    self._queues[edge] = Queues(edge, self._timeouts)
 
     @property
     def unmatched(self) -> int:
@@ -66,10 +66,10 @@ class ThreadHub:
     def queues(self, edge: Edge) -> Queues:
         return self._queues[edge]
 
-    def group(self, members: tuple[int, ...], label: str) -> Group:
+    def group(self, members: tuple[int, ...], label: str) -> SumGroup:
         with self._lock:
             if (members, label) not in self._groups:
-                self._groups[members, label] = Group(members, label, self._patience)
+                self._groups[members, label] = SumGroup(members, label, self._timeouts)
             return self._groups[members, label]
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from engine.transport import AnyMemory, Edge, PeerLost, PeerTimeout, Work
 from engine.transport.c10d import as_bytes
-from engine.transport.segments import Mapped, Segments, Slot, refused
+from engine.transport.shared.segments import Mapped, Segments, Slot, refused
 from engine.transport.waits import Waits
 
 RING = 2**13  # entries: messages of one channel that may be under way at once
