@@ -1,7 +1,7 @@
 """A pipeline-parallel training engine: schedules as data, proven before they run, measured while they run.
 
-For a plain training loop there is `engine.distributed`, whose names are found here too. They are loaded when they are
-first asked for: a refusal of the command line does not wait for torch.
+`engine.distributed` is for plain training loops; its names are found here too. They are loaded at first use, so that
+the command line can refuse a mistake without importing torch.
 """
 
 from __future__ import annotations
