@@ -1,4 +1,4 @@
-"""`python -m engine key=value ...`: see engine.cli. Workers import this module too, so importing it does nothing."""
+"""`python -m engine key=value ...`, see engine.cli; importing this module does nothing, since workers import it too."""
 
 import atexit
 import contextlib
@@ -48,7 +48,7 @@ def _break_off(code: int) -> None:
 
 
 def run() -> int:
-    """Import the command line, which takes a moment in which Ctrl-C means what it does later, and run it."""
+    """Run the command line; Ctrl-C during its import ends it as it does later. Return the exit code."""
     try:
         with interrupt.raising():
             from engine.cli.main import main

@@ -1,4 +1,4 @@
-"""Hydra's and OmegaConf's errors in one or two lines: the bad value, the valid ones, a near one."""
+"""Turn errors of Hydra and OmegaConf into one line for the user: the bad value, the valid ones, a near one."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SEVERAL = ("experiment",)  # groups of which a list of names is laid over each o
 
 
 def explain(error: BaseException) -> str | None:
-    """A message for the user about an error that Hydra raised while it composed the configuration.
+    """Return a message for the user about an error that Hydra raised while it composed the configuration.
 
-    None for what no user can cause.
+    None for an error that no user can cause.
     """
     if isinstance(error, UsageError):
         return str(error)
@@ -51,7 +51,7 @@ def explain(error: BaseException) -> str | None:
 
 
 def check_groups(arguments: Sequence[str]) -> None:
-    """Raise UsageError where a group of ours is chosen by what is not the name of one file.
+    """Raise UsageError where a group of conf/ is chosen by anything but the name of one file.
 
     Hydra would end with an error of its own code, or lay the files of a list over each other, and the last of them
     would win without a word. That is what experiments are for: they are several on purpose.
@@ -83,26 +83,26 @@ def _check_choice(group: str, argument: str) -> None:
 
 
 def _names(value: object) -> list[str]:
-    """The names in a list of nothing else."""
+    """Return a list's items where all of them are names, else nothing."""
     words = value if isinstance(value, list) else []
     names = [word.text if isinstance(word, QuotedString) else word for word in words]
     return names if all(isinstance(name, str) for name in names) else []
 
 
 def _choices(group: str) -> list[str]:
-    """The files of a group of ours."""
+    """Return the names of the files of a group of conf/."""
     return sorted(file.stem for file in (CONF / group).glob("*.yaml")) if group else []
 
 
 def _several(argument: str) -> str:
-    """Alternatives that were given without -m."""
+    """Explain alternatives that were given without -m."""
     key, _, values = argument.partition("=")
     other = "" if _choices(key) else f"; for one list: '{key}=[{values}]', for one text: '{key}=\"{values}\"'"
     return f"{argument} is several values: for a job with each, add -m{other}"
 
 
 def _again(group: str, name: str) -> str:
-    """A choice that was added to the one that there is."""
+    """Explain a choice that was added (+group=name) to the one that there is."""
     return f"+{group}={name}: {group} is chosen already; to change that: {group}={name}"
 
 

@@ -1,4 +1,4 @@
-"""What a command line composes to, without a job: no folder is made, and nothing is started.
+"""Compose a command line without running a job: no folder is made, and nothing is started.
 
 Under a launcher every rank has the command line, and rank 0 alone runs it. Two things are asked of it elsewhere: which
 code it names (`targets`), and where the run's folder would be (`run_dir`).
@@ -30,7 +30,7 @@ def register_resolvers() -> None:
 
 
 def composed(arguments: Sequence[str]) -> DictConfig:
-    """The configuration, Hydra's own node included."""
+    """Return the composed configuration, Hydra's own node included."""
     register_resolvers()
     given = get_args_parser().parse_args(arranged(arguments))
     search_path = create_automatic_config_search_path(None, None, given.config_path or str(CONF))
@@ -50,14 +50,14 @@ def composed(arguments: Sequence[str]) -> DictConfig:
 
 
 def run_dir(arguments: Sequence[str]) -> str:
-    """`hydra.run.dir`, its interpolations as they stand."""
+    """Return `hydra.run.dir` with its interpolations unresolved."""
     plain = OmegaConf.to_container(composed(arguments).hydra.run, resolve=False)
     assert isinstance(plain, dict)
     return str(plain["dir"])
 
 
 def targets(arguments: Sequence[str]) -> dict[str, Any]:
-    """What the command line names as code: dotted path -> `_target_`."""
+    """Return every `_target_` that the command line names: dotted path -> `_target_`."""
     config = composed(arguments)
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, dict)

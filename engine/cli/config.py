@@ -54,7 +54,7 @@ def _without_foreign_split(plain: dict[str, Any], overrides: Sequence[str]) -> d
 
 
 def from_plain(plain: Mapping[str, Any]) -> Settings:
-    """Plain nested data -> checked Settings. Draws a seed where it is null, fills `train.steps` where nothing is."""
+    """Return checked Settings from plain nested data. Draws a null seed; sets `train.steps` where nothing is given."""
     values = dict(plain)
     if values.get("seed", 0) is None:
         values["seed"] = secrets.randbelow(2**31)
@@ -66,7 +66,7 @@ def from_plain(plain: Mapping[str, Any]) -> Settings:
 
 
 def _norm_type(train: Mapping[str, Any]) -> dict[str, Any]:
-    """Infinity is kept as null: JSON has no word for it."""
+    """Replace an infinite norm type by null, since JSON has no infinity."""
     infinite = train.get("clip_norm_type") in (math.inf, "inf")
     return {**train, **({"clip_norm_type": None} if infinite else {})}
 
@@ -116,7 +116,7 @@ def _section(value: Any, path: str) -> dict[str, Any]:
 
 
 def _words(value: Any, path: str) -> list[str]:
-    """A list of words; one word alone, or none, is a list too."""
+    """Return a list of words; one word alone, or null, is a list too."""
     words = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise ValueError(f"{path}={_shown(value)} is not a list of words, like [one,two]")
@@ -124,7 +124,7 @@ def _words(value: Any, path: str) -> list[str]:
 
 
 def _rows(value: Any, path: str) -> list[list[float]]:
-    """A list of lists of numbers."""
+    """Return a list of lists of numbers; null is an empty one."""
     rows = [] if value is None else value
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise ValueError(f"{path}={_shown(value)} is not a list of lists of numbers, like [[0,1,10]]")
@@ -155,7 +155,7 @@ def _join(at: str, key: str) -> str:
 
 
 def check(settings: Settings) -> None:
-    """What needs neither torch nor the model: ranges, choices, combinations. Raises ValueError."""
+    """Check ranges, choices and combinations, all that needs neither torch nor the model. Raises ValueError."""
     for path, key in KEYS.items():
         above, _, name = path.rpartition(".")
         if path not in GROUP_KEYS or key.choices or name in get(settings, above):
@@ -200,7 +200,7 @@ def _check_schedule(settings: Settings) -> None:
 
 
 def _check_comparison(settings: Settings) -> None:
-    """Names only: a schedule that is not defined for the sizes is a row that says so."""
+    """Check the names of schedules to compare; one that is not defined for the sizes becomes a row that says so."""
     for name in settings.plan.compare:
         one_of("plan.compare", name, (*offered_schedules(), ALL))
     if settings.mode != "plan":
@@ -208,7 +208,7 @@ def _check_comparison(settings: Settings) -> None:
 
 
 def _check_asynchronous(settings: Settings) -> None:
-    """Such a schedule updates each stage in its own time, so there is no moment for what all stages do together."""
+    """Refuse what needs all stages at one moment, where an asynchronous schedule updates each in its own time."""
     name, train = settings.schedule["name"], settings.train
     if SCHEDULES[name].stream is None:
         return
@@ -225,7 +225,7 @@ def _check_asynchronous(settings: Settings) -> None:
 
 
 def _check_split(path: str, split: Any) -> None:
-    """The one key of its section that is the engine's own; a word would be taken apart into its letters."""
+    """Check that a split is a list of names; one word would be taken apart into its letters."""
     if split is not None and not (isinstance(split, list) and all(isinstance(name, str) for name in split)):
         raise ValueError(f"{path}={_shown(split)} is not a list of names of layers, like [layer2,layer3]")
 
@@ -306,7 +306,7 @@ def one_of(path: str, value: Any, choices: Iterable[str]) -> None:
 
 
 def no_such_choice(path: str, value: Any, choices: Iterable[str]) -> str:
-    """What is said of a value that is none of `choices`; `path` is a key, or the group that a file was chosen from."""
+    """Return the message about a value that is none of `choices`; `path` is a key or a group."""
     known = KEYS.get(f"{path}.name") or KEYS.get(path)
     if known is not None and value in known.later:
         return f"{path}={value} is not part of the engine yet; possible: {', '.join(choices)}"
@@ -314,7 +314,7 @@ def no_such_choice(path: str, value: Any, choices: Iterable[str]) -> str:
 
 
 def unknown(what: str, given: str, valid: Iterable[str], shown: str | None = None) -> str:
-    """`foo=br: no such choice; did you mean bar? There is: bar, baz`."""
+    """Return a message like `foo=br: no such choice; did you mean bar? There is: bar, baz`."""
     names = sorted(valid)
     near = get_close_matches(given, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else "."
@@ -322,5 +322,5 @@ def unknown(what: str, given: str, valid: Iterable[str], shown: str | None = Non
 
 
 def first_line(error: BaseException) -> str:
-    """The first non-empty line of an exception's message, or the name of its type."""
+    """Return the first non-empty line of an exception's message, or the name of its type."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,4 +1,4 @@
-"""One run in the parent, top to bottom: settings -> job -> run folder -> workers -> summary.
+"""Run one training job or one plan in the parent process, from Settings to summary.json.
 
     train   prepare and prove the job, write what is known, start the workers, record what they tell, sum up
     plan    build, verify, simulate, print and write the schedule, or compare several; starts nothing, imports no torch
@@ -46,7 +46,7 @@ REFUSED = 2  # exit code: the settings are wrong, nothing was started
 
 
 def train(settings: Settings, start_dir: str, run_dir: str) -> Outcome:
-    """Run a training job. `start_dir`: what the user's relative paths are relative to."""
+    """Run a training job; return how it ended. The user's relative paths are relative to `start_dir`."""
     folder, recorder = Path(run_dir).absolute(), None
     try:
         with contextlib.chdir(start_dir):  # a user's relative path means the same on every rank, also after a chdir
@@ -65,7 +65,7 @@ def train(settings: Settings, start_dir: str, run_dir: str) -> Outcome:
 
 
 def taken(folder: Path) -> Outcome | None:
-    """The refusal of a folder in which a run was started before: its results would be overwritten."""
+    """Return the refusal of a folder that holds a run already, whose results would be lost; else None."""
     if not (folder / CONFIG_NAME).exists():
         return None
     remedy = "give another folder (hydra.run.dir; with -m hydra.sweep.dir, hydra.sweep.subdir), or remove it"
@@ -99,7 +99,7 @@ def plan(settings: Settings, run_dir: str) -> Outcome:
 
 
 def _cheapest(settings: Settings, folder: Path) -> dict[str, Any]:
-    """Print and write the comparison that plan.compare asks for; returns the `schedule` section of its first row."""
+    """Print and write the comparison that plan.compare asks for; return the `schedule` section of its first row."""
     pipeline, wanted = settings.pipeline, settings.plan
     options = {settings.schedule["name"]: settings.schedule_options}
     choices = compare(wanted.compare, pipeline.ranks, pipeline.microbatches, wanted.costs, wanted.memory_limit, options)
@@ -116,11 +116,11 @@ def _cheapest(settings: Settings, folder: Path) -> dict[str, Any]:
 
 
 class SettingsError(ValueError):
-    """The settings ask for something that cannot be done; nothing was started."""
+    """Settings that cannot be run; nothing was started."""
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """What an exception in the parent makes of the run."""
+    """Return the outcome of a run that an exception in the parent ended."""
     if isinstance(error, KeyboardInterrupt):
         code = error.exit_code if isinstance(error, Interrupted) else 130
         return Outcome("interrupted", str(error) or "interrupted", code)
@@ -155,7 +155,7 @@ def finish(folder: Path, outcome: Outcome, settings: Settings | None, recorder: 
 
 
 def _write_summary(folder: Path, outcome: Outcome, settings: Settings | None) -> None:
-    """summary.json of a run that recorded nothing."""
+    """Write summary.json of a run that recorded nothing."""
     summary: dict[str, object] = {"status": outcome.status, "error": outcome.error}
     if settings is not None:
         summary |= {"mode": settings.mode, "schedule": settings.schedule.get("name")}
@@ -167,7 +167,7 @@ def _write_summary(folder: Path, outcome: Outcome, settings: Settings | None) ->
 def write_plan(
     settings: Settings, program: Program, folder: Path, layers: Sequence[Sequence[str]] | None = None
 ) -> str:
-    """Verify and simulate; write plan.json and program.csv; return the text for a terminal."""
+    """Verify and simulate a program, write plan.json and program.csv; return the text for a terminal."""
     reduce = settings.data_parallel.replicas * program.placement.copies > 1
     lowered = lower(program, reduce, step=True, gather=reduce and settings.divided)
     for each in (program, lowered):
@@ -186,7 +186,7 @@ def write_plan(
 
 
 def _prepared(settings: Settings, start_dir: str, run_dir: str) -> Job:
-    """Everything that can be refused is refused here."""
+    """Return the Job; everything that can be refused is refused here, as SettingsError."""
     if settings.launch == "processes" and not environment.joined():
         from engine.launch.supervise import warm_up
 
@@ -203,7 +203,7 @@ def _prepared(settings: Settings, start_dir: str, run_dir: str) -> Job:
 
 
 def _check_launcher(settings: Settings) -> None:
-    """What a launcher started must be what the configuration asks for."""
+    """Raise ValueError where a launcher started another number of ranks than the configuration asks for."""
     if not environment.joined():
         return
     started = environment.launched_world()
@@ -232,7 +232,7 @@ def _describe(job: Job, folder: Path, recorder: Recorder) -> None:
 
 
 def _note_device(settings: Settings, recorder: Recorder) -> None:
-    """Say so where `device=auto` has left GPUs alone."""
+    """Log a warning where `device=auto` has left GPUs unused."""
     import torch
 
     from engine.prepare.devices import passed_over
