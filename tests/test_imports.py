@@ -266,3 +266,10 @@ def test_tracked_files_name_no_machine_and_no_registry() -> None:
 @pytest.mark.parametrize("text", ["see /home/ann/x", "'/root/y'", "--extra-index-url z", "https://pypi.org/simple"])
 def test_private_patterns_match(text: str) -> None:
     assert any(pattern.search(text) for pattern in PRIVATE)
+
+
+def test_no_module_hides_a_public_name() -> None:
+    """Importing engine.NAME sets the attribute NAME of engine: it would take the place of a function of that name."""
+    import engine
+
+    assert not set(engine.__all__) & {path.stem for path in (ROOT / "engine").iterdir()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.rank import Rank, replica_ranks
+from engine.ranks import Rank, replica_ranks
 
 
 def test_the_three_numbers_of_each_of_two_pipelines_of_three() -> None:

@@ -26,7 +26,7 @@ import numpy as np
 from engine.account.messages import MESSAGE_WAITS, inside, journeys
 from engine.categories import NAMES, claims
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
-from engine.rank import Rank
+from engine.ranks import Rank
 
 _CAUSE_OF: dict[int, str] = {
     **{int(kind): category.name for kind, category in claims().items()},

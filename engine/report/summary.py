@@ -15,7 +15,7 @@ from engine.account.gather import Evaluation, Step
 from engine.account.measure import Bubbles
 from engine.categories import NAMES
 from engine.job import Job
-from engine.rank import Rank
+from engine.ranks import Rank
 
 HELD = ("parameters", "gradients", "buckets", "optimizer_state")  # of a `memory` record
 

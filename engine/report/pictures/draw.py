@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from engine.account.path import Link
 from engine.plan.timeline import BEHIND, COMPUTE_KINDS, Timeline
-from engine.rank import Rank
+from engine.ranks import Rank
 from engine.report.pictures.figure import Picture, points, text_width
 from engine.report.pictures.palette import COLOURS, INK, QUIET, WORDS
 
