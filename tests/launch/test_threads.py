@@ -42,7 +42,7 @@ def test_ranks_that_prepare_at_once_do_it_one_by_one(monkeypatch: pytest.MonkeyP
 
 class Noted(nn.Linear):
     """Notes where it is computed. `failing`: the rank that raises; others wait in their second forward until its thread
-    is gone."""
+    has come and gone."""
 
     def __init__(self, label: str, failing: str) -> None:
         super().__init__(6, 6)
@@ -56,7 +56,7 @@ class Noted(nn.Linear):
                 raise ArithmeticError("out of luck")
             if SEEN.count(own) == 2:
                 end = time.monotonic() + HANG_S
-                while any(thread.name == self.failing for thread in threading.enumerate()):
+                while self.failing not in SEEN or any(t.name == self.failing for t in threading.enumerate()):
                     assert time.monotonic() < end
                     time.sleep(0.01)
         return super().forward(value)
