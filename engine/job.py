@@ -28,7 +28,7 @@ class TensorSpec:
 class MessageSpec:
     """The nested tensors of one message between stages.
 
-    `form` is the structure (`pipeline/nesting.py`). `leaves` has a TensorSpec for each tensor, and constants as they
+    `form` is the structure (`pipeline/messages/nesting.py`). `leaves` has a TensorSpec for each tensor, and constants as they
     are, in order.
     """
 

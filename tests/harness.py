@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.job import Job
+from engine.pipeline.batches.microbatch import passes, sizes
 from engine.pipeline.dtypes import cast, in_precision
 from engine.pipeline.losses import make_loss
-from engine.pipeline.microbatch import passes, sizes
 from engine.pipeline.seeds import building, seed_for
 from engine.prepare.prepare import prepare
 from engine.settings import DataParallel, Eval, Pipeline, Settings, Train

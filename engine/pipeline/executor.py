@@ -32,11 +32,11 @@ from torch import Tensor
 from torch.autograd import _profiler_enabled as profiling  # type: ignore[attr-defined]
 from torch.profiler import record_function
 
-from engine.pipeline.boundary import Layout, Message, tensors_of
-from engine.pipeline.links import ONE_WAY, Links, Pending
-from engine.pipeline.overlap import Beside, LayerCall, Overlap, together
+from engine.pipeline.messages.boundary import Layout, Message, tensors_of
+from engine.pipeline.messages.links import ONE_WAY, Links, Pending
 from engine.pipeline.row import Feed, Row, long_row_of, row_of
-from engine.pipeline.stage import Stage
+from engine.pipeline.stage.overlap import Beside, LayerCall, Overlap, together
+from engine.pipeline.stage.stage import Stage
 from engine.plan.actions import Action, Op, Placement, Program
 from engine.plan.timeline import Kind
 from engine.telemetry.position import EVALUATING, Place, here, locate, named

@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 
 from engine.errors import a_type, refusing, said
 from engine.job import MessageSpec, TensorSpec
-from engine.pipeline.nesting import template
+from engine.pipeline.messages.nesting import template
 from engine.targets import build_function, locate, name_of
 
 log = logging.getLogger(__name__)

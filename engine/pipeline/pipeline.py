@@ -25,17 +25,17 @@ from engine.collectives import Collective
 from engine.distributed.world import current
 from engine.errors import a_type
 from engine.gradients.division import Shards
-from engine.pipeline.batch import ReplicaBatch
+from engine.pipeline.batches.batch import ReplicaBatch
+from engine.pipeline.batches.microbatch import samples_of, sizes
+from engine.pipeline.batches.window import Window
 from engine.pipeline.dtypes import to_device
 from engine.pipeline.layers import Given, layers_of
 from engine.pipeline.losses import Loss, make_loss
-from engine.pipeline.microbatch import samples_of, sizes
-from engine.pipeline.overlap import ARGUMENTS, Overlap
 from engine.pipeline.prepared import Prepared, prepare_alone
 from engine.pipeline.runner import Context, Runner, forward_context
+from engine.pipeline.stage.overlap import ARGUMENTS, Overlap
 from engine.pipeline.states import WholeState
-from engine.pipeline.updater import BUCKET_BYTES, UpdateRules
-from engine.pipeline.window import Window
+from engine.pipeline.updates.updater import BUCKET_BYTES, UpdateRules
 from engine.plan.schedules import SCHEDULES
 from engine.targets import check_arguments
 from engine.telemetry.position import place_of
@@ -69,7 +69,7 @@ class Pipeline(Runner):
             inputs; `autocast` is a dtype for the forwards, such as
             torch.bfloat16, or makes the context of each.
         seed: of layers that are built by functions, and of what layers draw (dropout masks).
-        overlap: function for schedules that run a forward and a backward together, see `engine.pipeline.overlap`.
+        overlap: function for schedules that run a forward and a backward together, see `engine.pipeline.stage.overlap`.
         prepared: of the engine's own runs, what was proven before; schedule to split and optimizer to shard_optimizer
             are then not looked at.
 

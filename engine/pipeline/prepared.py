@@ -16,7 +16,7 @@ from engine.pipeline.executor import Observer
 from engine.pipeline.layers import GivenLayer
 from engine.pipeline.losses import Loss
 from engine.pipeline.tables import FoundTables, Tables
-from engine.pipeline.updater import Updater, UpdateRules
+from engine.pipeline.updates.updater import Updater, UpdateRules
 from engine.plan.programs import StepPrograms
 from engine.plan.schedules import SCHEDULES
 from engine.telemetry.trace import Tracer

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from engine.pipeline.boundary import MessageTable
-from engine.pipeline.stage import Draw
+from engine.pipeline.messages.boundary import MessageTable
+from engine.pipeline.stage.stage import Draw
 from engine.plan.actions import Action, Op, Placement, Program
 
 Unit = tuple[Action, ...]  # one action, or an overlapped pair

@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from engine.pipeline.batch import GlobalCount, ReplicaBatch
+from engine.pipeline.batches.batch import GlobalCount, ReplicaBatch
+from engine.pipeline.batches.window import Window
 from engine.pipeline.communicators import Communicators
 from engine.pipeline.executor import Executor
 from engine.pipeline.layers import GivenLayer
-from engine.pipeline.links import Links
 from engine.pipeline.losses import Loss
+from engine.pipeline.messages.links import Links
 from engine.pipeline.modes import evaluating
-from engine.pipeline.overlap import Overlap
 from engine.pipeline.prepared import Prepared
 from engine.pipeline.seeds import seeded
-from engine.pipeline.stage import Stage, StageLayer
-from engine.pipeline.updater import Numbering
-from engine.pipeline.window import Window
+from engine.pipeline.stage.overlap import Overlap
+from engine.pipeline.stage.stage import Stage, StageLayer
+from engine.pipeline.updates.updater import Numbering
 from engine.plan.schedules import SCHEDULES
 from engine.plan.updates import read_versions
 

@@ -12,7 +12,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from engine.collectives import Group
 from engine.distributed.broadcast import broadcast_value
 from engine.errors import refusing, said
-from engine.pipeline.stage import Stage
+from engine.pipeline.stage.stage import Stage
 from engine.plan.actions import Placement
 from engine.transport import Transport
 

@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from engine.job import Job, MessageSpec
-from engine.pipeline.batch import ReplicaBatch
-from engine.pipeline.boundary import MessageTable
+from engine.pipeline.batches.batch import ReplicaBatch
+from engine.pipeline.batches.microbatch import take
 from engine.pipeline.dtypes import in_precision
 from engine.pipeline.inspection.changes import check_changes, check_synchronised
 from engine.pipeline.inspection.fake_model import FakeModel
 from engine.pipeline.layers import GivenLayer, fakes_of
 from engine.pipeline.losses import Loss
-from engine.pipeline.microbatch import take
+from engine.pipeline.messages.boundary import MessageTable
 from engine.plan.actions import Placement, Program
 from engine.plan.partition import manual, partition
 from engine.plan.programs import StepPrograms, Updates

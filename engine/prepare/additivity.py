@@ -22,11 +22,11 @@ from torch.utils.data import default_collate
 
 from engine.errors import message_of, refusing, said
 from engine.job import MessageSpec
-from engine.pipeline.boundary import describe
+from engine.pipeline.batches.microbatch import take
 from engine.pipeline.dtypes import to_device
 from engine.pipeline.inspection.fake_model import Watch
 from engine.pipeline.losses import Loss, stand_in
-from engine.pipeline.microbatch import take
+from engine.pipeline.messages.boundary import describe
 from engine.training.source import pair
 
 TRIED_ROWS = 4  # half of the samples that are tried

@@ -24,11 +24,11 @@ from torch.utils.data import IterableDataset, default_collate
 
 from engine.errors import a_type, cause, refusing, said
 from engine.job import MessageSpec, TensorSpec
-from engine.pipeline.boundary import shapes
 from engine.pipeline.dtypes import to_device
 from engine.pipeline.inspection.fake_model import Watch
 from engine.pipeline.losses import Loss, stand_in
-from engine.pipeline.nesting import template
+from engine.pipeline.messages.boundary import shapes
+from engine.pipeline.messages.nesting import template
 from engine.settings import Settings
 from engine.targets import blaming, build, required
 from engine.training.source import pair

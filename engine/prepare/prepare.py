@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from engine.job import Job, MessageSpec
+from engine.pipeline.batches.microbatch import passes, sizes
 from engine.pipeline.inspection.changes import check_changes, check_synchronised
 from engine.pipeline.inspection.fake_model import FakeModel
 from engine.pipeline.lazy_dynamo import put_off
 from engine.pipeline.losses import Loss, make_loss, with_tensors
-from engine.pipeline.microbatch import passes, sizes
-from engine.pipeline.overlap import make_overlap
+from engine.pipeline.stage.overlap import make_overlap
 from engine.plan.actions import Placement
 from engine.plan.partition import manual, partition
 from engine.plan.programs import StepPrograms

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.pipeline.microbatch import sizes
+from engine.pipeline.batches.microbatch import sizes
 from engine.plan.actions import Program
 from engine.plan.programs import StepPrograms, Updates
 from engine.plan.schedules import SCHEDULES

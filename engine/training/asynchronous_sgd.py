@@ -25,8 +25,8 @@ from engine.gradients.buckets import Reducer
 from engine.gradients.division import DIVISIONS
 from engine.gradients.servers.pushes import PushReducer
 from engine.job import Job
-from engine.pipeline.update import Update
-from engine.pipeline.updater import Updater
+from engine.pipeline.updates.norms import Update
+from engine.pipeline.updates.updater import Updater
 from engine.plan.actions import Program
 from engine.settings import Settings
 from engine.telemetry.position import Place, locate

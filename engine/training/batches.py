@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.pipeline.microbatch import sizes
+from engine.pipeline.batches.microbatch import sizes
 from engine.pipeline.seeds import seed_for
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from engine.job import Job
-from engine.pipeline.stage import Stage
+from engine.pipeline.stage.stage import Stage
 from engine.settings import Delay
 from engine.transport import AnyMemory, Channel, Edge, Transport, Work
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from engine.job import Job
-from engine.pipeline.batch import ReplicaBatch
+from engine.pipeline.batches.batch import ReplicaBatch
+from engine.pipeline.batches.microbatch import passes, sizes
 from engine.pipeline.dtypes import to_device
-from engine.pipeline.microbatch import passes, sizes
 from engine.pipeline.pipeline import Pipeline
 from engine.pipeline.seeds import seeded
 from engine.telemetry.position import Place, locate

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from engine.job import Job
-from engine.pipeline.batch import ReplicaBatch
+from engine.pipeline.batches.batch import ReplicaBatch
+from engine.pipeline.batches.microbatch import passes, sizes
 from engine.pipeline.dtypes import to_device
-from engine.pipeline.microbatch import passes, sizes
 from engine.plan.timeline import Kind
 from engine.telemetry.position import Place, locate
 from engine.telemetry.trace import Tracer

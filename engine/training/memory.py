@@ -16,9 +16,9 @@ from torch import Tensor
 
 from engine.gradients.buckets import Reducer
 from engine.gradients.servers.pushes import PushReducer
-from engine.pipeline.activations import storage_bytes
-from engine.pipeline.stage import Stage
-from engine.pipeline.update import Update
+from engine.pipeline.stage.activations import storage_bytes
+from engine.pipeline.stage.stage import Stage
+from engine.pipeline.updates.norms import Update
 
 
 class StaticMemory:

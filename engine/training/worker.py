@@ -18,16 +18,16 @@ import numpy.typing as npt
 import torch
 
 from engine.job import Job
+from engine.pipeline.batches.window import Window
 from engine.pipeline.executor import Observer
 from engine.pipeline.lazy_dynamo import put_off
 from engine.pipeline.losses import make_loss
-from engine.pipeline.overlap import make_overlap
 from engine.pipeline.pipeline import Pipeline
 from engine.pipeline.prepared import Prepared
 from engine.pipeline.seeds import building
+from engine.pipeline.stage.overlap import make_overlap
 from engine.pipeline.tables import JobTables
-from engine.pipeline.updater import Updater, UpdateRules
-from engine.pipeline.window import Window
+from engine.pipeline.updates.updater import Updater, UpdateRules
 from engine.telemetry.clock import Clocks
 from engine.telemetry.records import LAYER_COLUMNS, encode
 from engine.telemetry.trace import tracer_for

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 
 from engine.job import Job
 from engine.launch import handover
-from engine.pipeline.boundary import describe
-from engine.pipeline.nesting import nested, template
+from engine.pipeline.messages.boundary import describe
+from engine.pipeline.messages.nesting import nested, template
 from engine.plan.schedules import offered_schedules
 from engine.prepare.prepare import prepare
 from engine.telemetry.records import decode, encode

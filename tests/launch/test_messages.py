@@ -11,7 +11,7 @@ from torch import nn
 
 from engine.errors import a_type
 from engine.launch.failure_report import FailureReport
-from engine.pipeline.boundary import Message, describe
+from engine.pipeline.messages.boundary import Message, describe
 from engine.plan.actions import Action, Op
 from engine.telemetry import position
 from engine.telemetry.position import EVALUATING, Place

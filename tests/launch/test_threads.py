@@ -42,7 +42,7 @@ def test_ranks_that_prepare_at_once_do_it_one_by_one(monkeypatch: pytest.MonkeyP
 
 class Noted(nn.Linear):
     """Notes where it is computed. `failing`: the rank that raises; others wait in their second forward until its thread
-    is gone."""
+    has come and gone."""
 
     def __init__(self, label: str, failing: str) -> None:
         super().__init__(6, 6)

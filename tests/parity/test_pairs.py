@@ -22,7 +22,7 @@ from test_split_runs import run_program
 
 from engine.account.gather import Steps
 from engine.account.observed import durations
-from engine.pipeline.overlap import LayerCall, make_overlap
+from engine.pipeline.stage.overlap import LayerCall, make_overlap
 from engine.plan.actions import COMPUTE, Op, Program
 from engine.plan.grid import grid
 from engine.plan.schedules import build

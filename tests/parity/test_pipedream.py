@@ -19,8 +19,8 @@ from test_parity import close, equal
 from toys import Hiding
 
 from engine.cli.config import check, from_plain
-from engine.pipeline.versions import Versions
-from engine.pipeline.window import Window
+from engine.pipeline.batches.window import Window
+from engine.pipeline.stage.versions import Versions
 from engine.plan.schedules import build
 from engine.plan.text import to_csv
 from engine.prepare.prepare import prepare

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.pipeline.boundary import Header, Layout, Message, Packet, Parcel, describe, tensors_of
+from engine.pipeline.messages.boundary import Header, Layout, Message, Packet, Parcel, describe, tensors_of
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]

@@ -13,7 +13,7 @@ from harness import run_threads, settings
 from torch import Tensor
 
 from engine.job import Job
-from engine.pipeline.batch import ReplicaBatch
+from engine.pipeline.batches.batch import ReplicaBatch
 from engine.prepare.prepare import prepare
 from engine.telemetry.trace import Tracer
 from engine.training.inputs import BatchStream

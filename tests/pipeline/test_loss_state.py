@@ -10,8 +10,8 @@ from harness import Ran, run_threads, settings
 from peculiar import Centred
 from test_parity import close, equal
 
-from engine.pipeline.boundary import describe
 from engine.pipeline.losses import make_loss
+from engine.pipeline.messages.boundary import describe
 from engine.prepare.prepare import prepare
 from engine.settings import Eval
 

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from engine.pipeline.boundary import describe
 from engine.pipeline.losses import make_loss, scored
+from engine.pipeline.messages.boundary import describe
 from models.gpt import NextTokenLoss
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from toys import Swallow
 
-from engine.pipeline.split import Later, Routing
-from engine.pipeline.stage import Draw, Stage, StageLayer
+from engine.pipeline.stage.split import Later, Routing
+from engine.pipeline.stage.stage import Draw, Stage, StageLayer
 from models.sleep import Sleeper
 
 WIDTH = 6

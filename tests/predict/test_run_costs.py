@@ -14,7 +14,7 @@ from harness import run_threads, settings
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.pipeline.activations import saved_bytes
+from engine.pipeline.stage.activations import saved_bytes
 from engine.predict.costs import COSTS_NAME, SHARES, shares
 
 MS = recorded.MS

@@ -17,7 +17,7 @@ from workers import over
 from engine.cli import run
 from engine.distributed import DistributedOptimizer, World
 from engine.environment import seat_of, tasks_here
-from engine.pipeline.batch import ReplicaBatch
+from engine.pipeline.batches.batch import ReplicaBatch
 from engine.prepare.devices import choose, passed_over
 from engine.training import device
 from engine.transport.threads import ThreadHub, ThreadTransport

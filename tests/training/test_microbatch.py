@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.pipeline.microbatch import passes, sizes, take
+from engine.pipeline.batches.microbatch import passes, sizes, take
 from engine.training.batches import Batches
 
 

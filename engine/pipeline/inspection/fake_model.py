@@ -28,10 +28,10 @@ from torch.utils.data import default_collate
 
 from engine.errors import a_type, cause, message_of, refusing, said
 from engine.job import Layer, MessageSpec
-from engine.pipeline.boundary import Message, describe, shapes
 from engine.pipeline.dtypes import in_precision
 from engine.pipeline.inspection.changes import Changes, Holdings, memory_of
 from engine.pipeline.losses import Loss
+from engine.pipeline.messages.boundary import Message, describe, shapes
 from engine.pipeline.modes import begin_training, evaluating
 
 _TORCHS_LOG = logging.getLogger("torch._subclasses.fake_tensor")

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from engine.errors import a_type, printable
 from engine.job import MessageSpec, TensorSpec
-from engine.pipeline.nesting import LEAF, form_of, template
+from engine.pipeline.messages.nesting import LEAF, form_of, template
 
 _MAGIC = 0x0050_4950_454C_494E
 _HEAD = struct.Struct("=5q")  # magic, then what `Header` names, then the bytes of the whole message

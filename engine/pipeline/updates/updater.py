@@ -29,8 +29,8 @@ from engine.gradients.order import Order
 from engine.gradients.shards import ShardedReducer
 from engine.pipeline.communicators import Communicators
 from engine.pipeline.executor import Observer
-from engine.pipeline.stage import Stage
-from engine.pipeline.update import Norms, PieceNorms, Update
+from engine.pipeline.stage.stage import Stage
+from engine.pipeline.updates.norms import Norms, PieceNorms, Update
 from engine.plan.actions import Placement
 from engine.plan.timeline import Kind
 from engine.telemetry.trace import Tracer

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from engine.pipeline.graph import nodes
+from engine.pipeline.stage.graph import nodes
 
 
 def saved_bytes(parts: Sequence[Sequence[Any]], without: Sequence[Tensor]) -> list[int]:

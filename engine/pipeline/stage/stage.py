@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.pipeline.activations import recomputes, saved_bytes
-from engine.pipeline.boundary import Message, tensors_of
-from engine.pipeline.overlap import Beside, LayerCall
+from engine.pipeline.messages.boundary import Message, tensors_of
 from engine.pipeline.seeds import drawing_again, seeded
-from engine.pipeline.split import Later, Routing
-from engine.pipeline.versions import Versions
+from engine.pipeline.stage.activations import recomputes, saved_bytes
+from engine.pipeline.stage.overlap import Beside, LayerCall
+from engine.pipeline.stage.split import Later, Routing
+from engine.pipeline.stage.versions import Versions
 from engine.telemetry.trace import Tracer
 
 

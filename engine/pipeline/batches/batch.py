@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from engine.pipeline.boundary import MessageTable
+from engine.pipeline.batches.microbatch import offsets, take
 from engine.pipeline.losses import Loss
-from engine.pipeline.microbatch import offsets, take
+from engine.pipeline.messages.boundary import MessageTable
 from engine.pipeline.row import Feed
-from engine.pipeline.stage import Draw
+from engine.pipeline.stage.stage import Draw
 from engine.plan.timeline import Kind
 from engine.telemetry.trace import Tracer
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.pipeline.boundary import Header, Layout, Packet, Parcel
+from engine.pipeline.messages.boundary import Header, Layout, Packet, Parcel
 from engine.transport import Channel, Edge, Transport, Work
 
 ONE_WAY = 2

@@ -42,9 +42,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from engine.pipeline.activations import storage_bytes
-from engine.pipeline.graph import nodes
-from engine.pipeline.kernels import Convolution, Kernel, Linear
+from engine.pipeline.stage.activations import storage_bytes
+from engine.pipeline.stage.graph import nodes
+from engine.pipeline.stage.kernels import Convolution, Kernel, Linear
 
 Work = Callable[..., Any]
 

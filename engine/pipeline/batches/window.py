@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from engine.pipeline.batch import GlobalCount, ReplicaBatch
-from engine.pipeline.boundary import MessageTable
+from engine.pipeline.batches.batch import GlobalCount, ReplicaBatch
+from engine.pipeline.batches.microbatch import offsets
 from engine.pipeline.losses import Loss
-from engine.pipeline.microbatch import offsets
+from engine.pipeline.messages.boundary import MessageTable
 from engine.pipeline.row import Feed
-from engine.pipeline.stage import Draw
+from engine.pipeline.stage.stage import Draw
 from engine.plan.programs import Updates
 
 

@@ -1,0 +1,1 @@
+"""What ends a step: gradients reduced over copies, clipped by the norm of the model, applied."""
