@@ -236,9 +236,10 @@ class Recorder:
         self._write("timeline", draw([*panels.values()]))
         if bubbles.waterfall is not None:
             title = f"from perfect work to the measured step, mean over {bubbles.waterfall.steps} steps"
-            self._board.image("waterfall", draw_bars(bubbles.waterfall.bars, title, SMALL), step)
-            self._write("waterfall", draw_bars(bubbles.waterfall.bars, title))
+            fall = draw_bars(bubbles.waterfall.bars, title)
+            self._board.image("waterfall", fall, step)
+            self._write("waterfall", fall)
 
     def _write(self, name: str, picture: Picture) -> None:
-        write_bytes(self.folder / f"{name}.png", picture.png())
-        write_bytes(self.folder / f"{name}.svg", picture.svg())
+        write_bytes(self.folder / f"{name}.png", picture.png)
+        write_bytes(self.folder / f"{name}.svg", picture.svg)

@@ -79,7 +79,11 @@ def test_it_is_compact() -> None:
     told = json.loads(text)
     said = told["no_waterfall"]
     tables = json.dumps({key: told[key] for key in ("categories", "bars")}, separators=(",", ":"))[1:-1]
-    assert " " not in text.replace(said, "").replace(tables, "") and told["waterfall"] is None and told["predicted"] is None
+    assert (
+        " " not in text.replace(said, "").replace(tables, "")
+        and told["waterfall"] is None
+        and told["predicted"] is None
+    )
     assert said == "No waterfall: not every rank ran all of its program, as in a short last batch."
     assert (
         json.loads(document(of, 0, last_step(of.compute), Waterfall((1,) * 9, 0, (9,)), None, [0, 0]))["no_waterfall"]

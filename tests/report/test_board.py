@@ -20,7 +20,7 @@ from recorded import recorder, step_records, traced_run, with_train
 
 from engine.account.waterfall import BARS
 from engine.categories import NAMES
-from engine.report.pictures.figure import Picture
+from engine.report.pictures.draw_bars import draw_bars
 from engine.report.tensorboard import curves
 from engine.report.tensorboard.board import Board
 from engine.report.tensorboard.hparams import METRICS, hparams
@@ -290,7 +290,7 @@ def test_no_file_before_something_is_written(tmp_path: Path) -> None:
     board.close()
     assert not event_files(tmp_path) and not board.opened
     board = Board(tmp_path)
-    board.image("a", Picture(2, 2), 0)
+    board.image("a", draw_bars({}, ""), 0)
     assert len(event_files(tmp_path)) == 1 and board.opened
     board.close()
 

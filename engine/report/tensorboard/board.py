@@ -27,7 +27,6 @@ from engine.report.tensorboard.hparams import HParam
 
 _ENDS = {"completed": 1, "failed": 2}  # TensorBoard's numbers for the status of a session
 _RGBA = 4  # TensorBoard's number for it
-SHARP = 2  # pixels of an image for each of its picture
 _DATA_CLASS_TENSOR = 2  # TensorBoard's number for it
 BINS = 30  # of a histogram
 EVENTS = "events.out.tfevents"  # how the name of the one event file begins
@@ -75,14 +74,9 @@ class Board:
         self._bytes(metadata.CONFIG_SUMMARY_TAG, content, 0, metadata.PLUGIN_NAME)
 
     def image(self, tag: str, picture: Picture, step: int) -> None:
-        """A picture that is looked at among others, at two of its pixels for each one of the layout."""
-        summary = self._summaries.Summary
-        image = summary.Image(
-            width=SHARP * picture.width,
-            height=SHARP * picture.height,
-            colorspace=_RGBA,
-            encoded_image_string=picture.png(SHARP),
-        )
+        """A picture, as its PNG."""
+        summary, width, height = self._summaries.Summary, picture.scale * picture.width, picture.scale * picture.height
+        image = summary.Image(width=width, height=height, colorspace=_RGBA, encoded_image_string=picture.png)
         self._add(summary(value=[summary.Value(tag=tag, image=image)]), step)
 
     def text(self, tag: str, markdown: str, step: int) -> None:
