@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.account.bubble import Account, account
-from engine.account.observed import Observed, durations
 from engine.account.overlap import Overlap, overlap
-from engine.account.waterfall import Average, Waterfall, Waterfalls
+from engine.account.replay.observed import Observed, durations
+from engine.account.replay.waterfall import Average, Waterfall, Waterfalls
 from engine.categories import NAMES
 from engine.job import Job
 from engine.plan.actions import COMPUTE, Op, Placement, Program

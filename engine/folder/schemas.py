@@ -40,7 +40,7 @@ class Damaged(ValueError):  # noqa: N818  # a state of a file
 
 
 @with_config(_STRICT)
-class Loss(TypedDict, total=False):
+class LossSummary(TypedDict, total=False):
     first: Number | None
     last: Number | None
 
@@ -95,7 +95,7 @@ class Summary(TypedDict, total=False):
     microbatches: Some
     replicas: Some
     global_batch_size: Some
-    loss: Loss | None
+    loss: LossSummary | None
     step_time: StepTime | None
     samples_per_second: Above0 | None
     bubble: Bubble | None
@@ -125,7 +125,7 @@ class PlannedRank(TypedDict):
 
 
 @with_config(ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
-class Choice(TypedDict):
+class ChoiceEntry(TypedDict):
     """The fields of `plan.choose.Choice`."""
 
     name: Word
@@ -144,7 +144,7 @@ class Choice(TypedDict):
 class Plan(TypedDict):
     per_rank: list[PlannedRank]
     bubble_fraction: Number
-    choice: Choice
+    choice: ChoiceEntry
 
 
 # ---- config.json, costs.json ---------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class Config(TypedDict):
 
 
 @with_config(_STRICT)
-class Layer(TypedDict):
+class LayerEntry(TypedDict):
     name: Word
     forward: Seconds
     activation_bytes: Size
@@ -175,7 +175,7 @@ class Short(TypedDict):
 
 
 @with_config(_STRICT)
-class Costs(TypedDict):
+class CostsFile(TypedDict):
     threads: Count | None
     schedule: Word
     options: dict[str, Any]
@@ -200,7 +200,7 @@ class Costs(TypedDict):
     reduced: bool
     normed: bool
     gathered: bool
-    layers: Annotated[list[Layer], Field(min_length=1)]
+    layers: Annotated[list[LayerEntry], Field(min_length=1)]
 
 
 # ---- a series in an event file --------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ def _of_run(folder: Path) -> Measured:
         raise ValueError(
             f"{folder / COSTS_NAME} has version {raw.get('version')}, and this engine reads {VERSION}: run it again"
         )
-    schemas.check(raw, schemas.Costs, COSTS_NAME)
+    schemas.check(raw, schemas.CostsFile, COSTS_NAME)
     if raw["schedule"] == "csv":  # the run's own copy: the file that it was given may be gone, or another by now
         raw = {**raw, "options": {**raw["options"], "path": str(folder / CSV_NAME)}}
     schemas.check_costs(raw, COSTS_NAME)

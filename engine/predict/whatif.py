@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from engine.account.measure import repeated
-from engine.account.replay import Replay
+from engine.account.replay.replay import Replay
 from engine.plan.actions import COMPUTE, Op, Program
 from engine.plan.dependencies import Flat
 from engine.plan.features import SPLIT, features

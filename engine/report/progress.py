@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from engine.account.gather import Step
+from engine.account.records.gather import Step
 from engine.job import Job
 
 
@@ -18,7 +18,7 @@ class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
 _Bar.set_lock(threading.RLock())  # tqdm's own also locks between processes, which takes a semaphore of the system
 
 
-class Progress:
+class ProgressBar:
     """A bar over the steps of `job` on `console`; nothing but passed lines where `shown` is false."""
 
     def __init__(self, job: Job, console: TextIO, shown: bool) -> None:

@@ -11,8 +11,8 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
-from engine.account.gather import Evaluation, Step
 from engine.account.measure import Bubbles
+from engine.account.records.gather import EvaluationResult, Step
 from engine.categories import NAMES
 from engine.job import Job
 
@@ -28,7 +28,7 @@ class Totals:
         self.first_loss: float | None = None
         self.last_loss: float | None = None
         self.last_index = 0
-        self.evaluation: Evaluation | None = None
+        self.evaluation: EvaluationResult | None = None
         self._seconds = array("d")
         self._samples = array("q")
         self._peaks = [0] * job.ranks

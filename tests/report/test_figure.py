@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CODE = """
 import json, logging, os, sys
-from engine.report.pictures.draw_bars import draw_bars
+from engine.report.pictures.waterfall import draw_bars
 from engine.report.pictures.figure import preload
 logging.basicConfig(level=logging.INFO)
 before = dict(os.environ)
@@ -55,7 +55,7 @@ def test_it_says_and_leaves_nothing_wherever_home_is(tmp_path: Path) -> None:
 def test_settings_are_given_back(usual: bool) -> None:
     import matplotlib
 
-    from engine.report.pictures.draw_bars import draw_bars
+    from engine.report.pictures.waterfall import draw_bars
 
     with matplotlib.rc_context({} if usual else {"font.size": 33, "axes.grid": True}):
         before = dict(matplotlib.rcParams)

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.account.bubble import Account
-from engine.account.gather import Step
 from engine.account.measure import fractions
 from engine.account.overlap import Overlap
-from engine.account.waterfall import BARS, Waterfall
+from engine.account.records.gather import Step
+from engine.account.replay.waterfall import BARS, Waterfall
 from engine.categories import BY_NAME, NAMES
 from engine.job import Job
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.account.path import Link
+from engine.account.path import PathLink
 from engine.plan.timeline import BEHIND, COMPUTE_KINDS, Timeline
 from engine.report.pictures.figure import Picture, defaults, points, text_width
 from engine.report.pictures.palette import COLOURS, INK, QUIET, WORDS
@@ -45,7 +45,7 @@ class Panel:
     timeline: Timeline
     unit: float
     ranks: int
-    path: Sequence[Link] = ()
+    path: Sequence[PathLink] = ()
     uncertainty: Sequence[int] = ()
 
 

@@ -20,7 +20,7 @@ from engine.plan.schedules import build
 from engine.plan.simulate import Costs, simulate
 from engine.plan.timeline import Kind, Span, Timeline
 from engine.report.pictures import palette
-from engine.report.pictures.draw import SMALL, WIDE, Panel, draw, ticks
+from engine.report.pictures.timeline import SMALL, WIDE, Panel, draw, ticks
 
 SKY, ORANGE, PURPLE, BLANK = (86, 180, 233), (230, 159, 0), (204, 121, 167), (246, 246, 246)
 

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Mapping
 
 from engine.categories import WATERFALL
-from engine.report.pictures.draw import MARGIN, SMALL
 from engine.report.pictures.figure import Picture, defaults, points
 from engine.report.pictures.palette import INK, QUIET
+from engine.report.pictures.timeline import MARGIN, SMALL
 
 _ROW, _NAMES, _FIGURES = 30, 120, 150
 _COLOURS = {bar.name: bar.colour for bar in WATERFALL}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.account.pushes import Pushed, pushed, together
+from engine.account.records.pushes import Pushed, pushed, together
 from engine.job import Job
 from engine.plan.timeline import Timeline
 from engine.telemetry.records import LAYER_COLUMNS, SPAN_COLUMNS, VERSION_COLUMNS, Record
@@ -177,7 +177,7 @@ def _recorded(records: Sequence[Record], whole: bool) -> Recorded | None:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationResult:
     """`step`: optimizer steps done before it. `accuracy` is None where the model has none."""
 
     step: int
@@ -201,7 +201,7 @@ class Evaluations:
         self._expected = job.replicas
         self._pending: dict[int, list[Meta]] = {}
 
-    def add(self, record: Record) -> Evaluation | None:
+    def add(self, record: Record) -> EvaluationResult | None:
         """The evaluation that this record completes, if it does."""
         step = record.meta["step"]
         metas = self._pending.setdefault(step, [])
@@ -209,7 +209,7 @@ class Evaluations:
         if len(metas) < self._expected:
             return None
         del self._pending[step]
-        return Evaluation(
+        return EvaluationResult(
             step,
             sum(m["samples"] for m in metas),
             ratio(metas, "loss_sum", "loss_count"),

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engine.account.waterfall import BARS
+from engine.account.replay.waterfall import BARS
 from engine.categories import WATERFALL
-from engine.report.pictures.draw import SMALL, WIDE
-from engine.report.pictures.draw_bars import draw_bars
 from engine.report.pictures.palette import QUIET
+from engine.report.pictures.timeline import SMALL, WIDE
+from engine.report.pictures.waterfall import draw_bars
 
 BAR_COLOURS = {bar.name: bar.colour for bar in WATERFALL}
 

@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.account.observed import Observed, observe
-from engine.account.replay import Replay
+from engine.account.replay.observed import Observed, observe
+from engine.account.replay.replay import Replay
 from engine.categories import WATERFALL
 from engine.job import Job
 from engine.plan.actions import Program

@@ -24,7 +24,7 @@ _Ints = npt.NDArray[np.int64]
 _NONE = -(2**60)  # no bound: smaller than any difference between two clocks
 
 
-class Clocks:
+class ClockAlignment:
     """Readings of a run of `world` ranks. Without any, all ranks have one clock, and nothing is changed."""
 
     def __init__(self, world: int, ranks: int) -> None:
