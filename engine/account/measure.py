@@ -55,6 +55,7 @@ class Bubbles:
 
     @property
     def measured(self) -> float:
+        """The measured bubble: the mean over ranks of 1 - compute / window."""
         return float(self.per_rank.mean())
 
     @property
@@ -171,6 +172,8 @@ class Sums:
 
     @classmethod
     def zero(cls, world: int, stages: int, microbatches: int) -> Sums:
+        """Sums over no step, of arrays of these sizes."""
+
         def zeros(*shape: int) -> npt.NDArray[np.int64]:
             return np.zeros(shape, dtype=np.int64)
 

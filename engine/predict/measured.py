@@ -57,6 +57,7 @@ class Measured:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of the run's layers, in order."""
         return tuple(layer["name"] for layer in self.raw["layers"])
 
     @property
@@ -71,10 +72,12 @@ class Measured:
 
     @property
     def split(self) -> tuple[int, ...]:
+        """The index of each stage's first layer."""
         return tuple(self.raw["split"])
 
     @property
     def rows(self) -> float:
+        """Samples of a micro-batch, the mean over replicas and micro-batches."""
         return float(self.raw["rows"])
 
     @property

@@ -49,6 +49,7 @@ class ProgressBar:
             self._bar.refresh()
 
     def close(self) -> None:
+        """Draw the bar a last time and let go of it; lines can still be said."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -84,6 +84,7 @@ class Recorder:
         self._summary: dict[str, Any] | None = None
 
     def __call__(self, record: Record) -> None:
+        """Take in one record of a worker, whatever its kind."""
         if record.kind == "step":
             if step := self._steps.add(record):
                 self._step(step)

@@ -40,6 +40,7 @@ class Totals:
         self._versions, self._staleness = [1] * job.ranks, [0] * job.placement.stages
 
     def add(self, step: Step) -> None:
+        """Count one whole step, in the order of steps."""
         self.first_loss = step.loss if self.steps == 0 else self.first_loss
         self.last_loss, self.last_index = step.loss, step.index
         self.steps += 1

@@ -55,6 +55,7 @@ def stage_rows(job: Job, bubbles: Bubbles) -> Rows:
 
 
 def bubble_rows(bubbles: Bubbles) -> Rows:
+    """The three bubbles of a run, as shares of the step."""
     return [
         ["bubble", "ideal", "predicted", "measured"],
         ["of the step", percent(bubbles.ideal), percent(bubbles.predicted), percent(bubbles.measured)],

@@ -40,9 +40,11 @@ class ClockAlignment:
 
     @property
     def several(self) -> bool:
+        """Whether some rank has another clock than rank 0."""
         return bool(self._readings)
 
     def leader(self, rank: int) -> int:
+        """The first rank that has the same clock as `rank`."""
         return int(self._leader[rank])
 
     @property

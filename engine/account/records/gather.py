@@ -86,6 +86,7 @@ class Step:
 
     @property
     def samples_per_second(self) -> float:
+        """Samples of the global batch per second of the step; 0 where it took no time."""
         return self.samples / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -186,6 +187,7 @@ class EvaluationResult:
     accuracy: float | None
 
     def summary(self) -> Meta:
+        """The content of summary.json's `evaluation`."""
         return {"step": self.step, "samples": self.samples, "loss": self.loss, "accuracy": self.accuracy}
 
     def __str__(self) -> str:

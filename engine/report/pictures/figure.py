@@ -93,7 +93,7 @@ def text_width(said: str, size: float) -> float:
 
 @contextmanager
 def defaults() -> Iterator[None]:
-    """matplotlib with its default settings and these, and afterwards with what it had. Whatever draws stands in it."""
+    """Give matplotlib its default settings and ours, and afterwards what it had. Whatever draws does so within."""
     _load()
     from matplotlib import style
 

@@ -45,6 +45,7 @@ class Board:
 
     @property
     def opened(self) -> bool:
+        """Whether the event file is there, which is so once something was written."""
         return self._writer is not None
 
     def scalars(self, values: Mapping[str, float | None], step: int) -> None:
@@ -80,6 +81,7 @@ class Board:
         self._add(summary(value=[summary.Value(tag=tag, image=image)]), step)
 
     def text(self, tag: str, markdown: str, step: int) -> None:
+        """A text in Markdown, under TensorBoard's tab for texts."""
         with self._writing():
             self._open().add_text(tag, markdown, step)
 
@@ -110,11 +112,13 @@ class Board:
         self._add(summary(value=[value]))
 
     def flush(self) -> None:
+        """Bring what was written to the file. Raises UnwritableError where the folder takes no more."""
         if self._writer is not None:
             with self._writing():
                 self._writer.flush()
 
     def close(self) -> None:
+        """Write what is left and end the file. Raises UnwritableError where the folder takes no more."""
         try:
             if self._writer is not None:
                 with self._writing():
@@ -172,7 +176,7 @@ def _chart(made: Any, title: str, curves: Sequence[Any]) -> Any:
 
 
 def _tensorboard() -> tuple[Any, Any]:
-    """torch's writer and its makers of summaries, which have no types."""
+    """The writer of torch and its makers of summaries, which have no types."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # an installed TensorFlow greets at length
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its imports; none is about this run

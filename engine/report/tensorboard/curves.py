@@ -74,7 +74,8 @@ def of_waterfall(waterfall: Waterfall | None) -> dict[str, float]:
 
 def of_overlap(overlap: Overlap | None) -> dict[str, float | None]:
     """reduction/hidden: what was hidden of what could be; reduction/rank{r}/exposed: seconds that nothing hid, by world
-    rank."""
+    rank.
+    """
     if overlap is None:
         return {}
     exposed = ((overlap.total - overlap.hidden) * 1e-9).tolist()

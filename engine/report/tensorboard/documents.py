@@ -27,7 +27,8 @@ from engine.report.tensorboard.curves import action_times
 
 class Counted(NamedTuple):
     """A traced step that is in the means, and what was found of it. `timeline`: its spans, on the clock of rank 0;
-    `waiting`: seconds, by replica, for slower ones."""
+    `waiting`: seconds, by replica, for slower ones.
+    """
 
     step: Step
     timeline: Timeline
