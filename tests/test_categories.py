@@ -13,7 +13,7 @@ import pytest
 from recorded import MS
 
 from engine.account.path import CAUSES
-from engine.account.waterfall import BARS
+from engine.account.replay.waterfall import BARS
 from engine.categories import CATEGORIES, NAMES, WATERFALL, claims
 from engine.plan.timeline import COMPUTE_KINDS
 

@@ -161,7 +161,7 @@ def test_no_modules_import_each_other() -> None:
         ("engine.pipeline.executor", "from engine.training.worker import Worker", False),
         ("engine.report.tensorboard.board", "from torch.utils.tensorboard import SummaryWriter", True),
         ("engine.report.tensorboard.board", "import torch", False),
-        ("engine.report.pictures.draw", "from torch.utils.tensorboard import SummaryWriter", False),
+        ("engine.report.pictures.timeline", "from torch.utils.tensorboard import SummaryWriter", False),
         ("engine.report.text", "from engine.account import bubble", True),
         ("engine.account.bubble", "from engine.report import text", False),
         ("engine.account.bubble", "from engine.transport import Channel", False),

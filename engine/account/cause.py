@@ -7,13 +7,12 @@ causes that can be simulated by the bubbles of its steady state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from engine.account.measure import Bubbles, Floats, repeated
-from engine.account.waterfall import BARS
+from engine.account.replay.waterfall import BARS
 from engine.categories import BY_NAME, CATEGORIES, NAMES, WATERFALL
 from engine.job import Job
 from engine.plan.actions import COMPUTE
@@ -41,7 +40,7 @@ def diagnose(job: Job, bubbles: Bubbles | None) -> str:
         said = f"Nothing stands out: the ranks computed {percent(1 - bubbles.measured)} of the time"
     else:
         share = f"{percent(losses[name] / step)} of the step"
-        said = _SENTENCES[name](job, bubbles, share) if name in _SENTENCES else _own(job, bubbles, name, share)
+        said = sentence(name, job, bubbles, share)
     if slow is not None and name != "imbalance":
         said += f"; besides, {slow}"
     behind = _slow_replica(bubbles)
@@ -175,8 +174,10 @@ def _reduce(job: Job, bubbles: Bubbles, share: str) -> str:
     return f"Waiting for {whom} (allreduce={job.settings.allreduce.name}) costs {share}; {_remedy(job, 'reduce')}"
 
 
-def _own(job: Job, bubbles: Bubbles, name: str, share: str) -> str:
-    """Of a cause that is a category of its own, or the bar of one: what, where, and its remedy."""
+def sentence(name: str, job: Job, bubbles: Bubbles, share: str) -> str:
+    """What is said of a cause; of one that is a category, or the bar of one: what it is, where most, its remedy."""
+    if name in _SENTENCES:
+        return _SENTENCES[name](job, bubbles, share)
     category = BY_NAME[_CATEGORY_OF.get(name, name)]
     column = bubbles.seconds[:, NAMES.index(category.name)]
     most = f"most on rank {int(column.argmax())} ({milliseconds(float(column.max()))})"
@@ -207,7 +208,7 @@ def _variation(job: Job, bubbles: Bubbles, share: str) -> str:
     return f"{said}; samples may differ, or ranks compete for cores: try fewer ranks or replicas on this machine"
 
 
-_SENTENCES: Mapping[str, Any] = {
+_SENTENCES: Mapping[str, Callable[[Job, Bubbles, str], str]] = {
     "imbalance": _imbalance,
     "schedule": _schedule,
     "transfer": _transfer,

@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from engine.account.bubble import Account, account
 from engine.account.measure import Bubbles, Floats, Sums
-from engine.account.observed import Observed, durations
 from engine.account.overlap import Overlap
-from engine.account.waterfall import Waterfall
+from engine.account.replay.observed import Observed, durations
+from engine.account.replay.waterfall import Waterfall
 from engine.job import Job
 from engine.plan.actions import COMPUTE, Op
 from engine.plan.schedules import SCHEDULES

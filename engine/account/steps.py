@@ -43,8 +43,8 @@ import numpy as np
 
 from engine.account.bubble import Stretches, account, stretches
 from engine.account.messages import MESSAGE_WAITS, sends_of
-from engine.account.path import CAUSES, Link, critical_path
-from engine.account.waterfall import BARS, Waterfall, missing
+from engine.account.path import CAUSES, PathLink, critical_path
+from engine.account.replay.waterfall import BARS, Waterfall, missing
 from engine.categories import NAMES, as_data
 from engine.job import Job
 from engine.plan.timeline import Kind, Timeline
@@ -119,7 +119,7 @@ def _stretches(cut: Stretches, origin: int) -> dict[str, Any]:
     }
 
 
-def _path(path: Sequence[Link], origin: int) -> dict[str, list[int]]:
+def _path(path: Sequence[PathLink], origin: int) -> dict[str, list[int]]:
     return {
         "rank": [link.rank for link in path],
         "cause": [CAUSES.index(link.cause) for link in path],

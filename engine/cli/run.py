@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import environment
-from engine.account.finite import LossNotFiniteError
+from engine.account.records.nan_watch import LossNotFiniteError
 from engine.errors import ExhaustedError, Interrupted, printable, said
 from engine.files import UnwritableError, write_json, write_text
 from engine.launch import interrupt

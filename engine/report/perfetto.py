@@ -41,7 +41,8 @@ _USERS = (Kind.F, Kind.B, Kind.I)
 
 def write_trace(path: Path, timeline: Timeline, ranks: int, uncertainty: Sequence[int] = ()) -> None:
     """Write a measured timeline; `ranks` is P, timeline ranks count over replicas. `uncertainty`: of each rank's clock,
-    ns; it stands beside the rank's name."""
+    ns; it stands beside the rank's name.
+    """
     write_text(path, trace_of(timeline, ranks, uncertainty))
 
 

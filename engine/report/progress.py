@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from engine.account.gather import Step
+from engine.account.records.gather import Step
 from engine.job import Job
 
 
@@ -18,7 +18,7 @@ class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
 _Bar.set_lock(threading.RLock())  # tqdm's own also locks between processes, which takes a semaphore of the system
 
 
-class Progress:
+class ProgressBar:
     """A bar over the steps of `job` on `console`; nothing but passed lines where `shown` is false."""
 
     def __init__(self, job: Job, console: TextIO, shown: bool) -> None:
@@ -49,6 +49,7 @@ class Progress:
             self._bar.refresh()
 
     def close(self) -> None:
+        """Draw the bar a last time and let go of it; lines can still be said."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -11,8 +11,8 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
-from engine.account.gather import Evaluation, Step
 from engine.account.measure import Bubbles
+from engine.account.records.gather import EvaluationResult, Step
 from engine.categories import NAMES
 from engine.job import Job
 from engine.ranks import Rank
@@ -29,7 +29,7 @@ class Totals:
         self.first_loss: float | None = None
         self.last_loss: float | None = None
         self.last_index = 0
-        self.evaluation: Evaluation | None = None
+        self.evaluation: EvaluationResult | None = None
         self._seconds = array("d")
         self._samples = array("q")
         self._peaks = [0] * job.ranks
@@ -41,6 +41,7 @@ class Totals:
         self._versions, self._staleness = [1] * job.ranks, [0] * job.placement.stages
 
     def add(self, step: Step) -> None:
+        """Count one whole step, in the order of steps."""
         self.first_loss = step.loss if self.steps == 0 else self.first_loss
         self.last_loss, self.last_index = step.loss, step.index
         self.steps += 1

@@ -50,13 +50,18 @@ class PipelinePlugin(base_plugin.TBPlugin):
         }
 
     def is_active(self) -> bool:
+        """False: TensorBoard itself sees whether there are series of ours."""
         return False  # TensorBoard itself sees whether there are series of ours
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
+        """The page's module and the name of the tab."""
         return base_plugin.FrontendMetadata(es_module_path="/index.js", tab_name="Pipeline", disable_reload=True)
 
     def _runs(self, request: wrappers.Request) -> wrappers.Response:
-        """{"palette": ..., "runs": [{"name": ..., "steps": [{"step": ..., "seconds": ..., "shares": {...}}]}]}"""
+        """The runs with their traced steps, and how they are drawn.
+
+        {"palette": ..., "runs": [{"name": ..., "steps": [{"step": ..., "seconds": ..., "shares": {...}}]}]}
+        """
         series = self._data.list_tensors(
             plugin_util.context(request.environ),
             experiment_id=plugin_util.experiment_id(request.environ),

@@ -53,6 +53,8 @@ PUSH_COLUMNS = 5
 
 
 class Record(NamedTuple):
+    """One message of a rank to the parent: its `kind`, plain data, and named int64 arrays."""
+
     kind: str
     meta: dict[str, Any]
     arrays: dict[str, npt.NDArray[np.int64]]

@@ -12,8 +12,8 @@ from virtual import MS, last_step
 
 from engine.account.bubble import account
 from engine.account.path import critical_path
+from engine.account.replay.waterfall import BARS, Waterfall, Waterfalls
 from engine.account.steps import document
-from engine.account.waterfall import BARS, Waterfall, Waterfalls
 from engine.categories import NAMES
 from engine.plan.simulate import Costs, simulate
 from engine.plan.timeline import Kind, Timeline

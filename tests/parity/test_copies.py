@@ -15,8 +15,8 @@ from harness import ADAM, SGD, Ran, plain, run_threads, settings
 from test_parity import close, equal
 from torch import Tensor
 
-from engine.account.gather import Evaluations, Step, Steps
 from engine.account.measure import Measure
+from engine.account.records.gather import Evaluations, Step, Steps
 from engine.plan.schedules import build
 from engine.plan.timeline import Kind
 from engine.plan.verify import peak_in_flight

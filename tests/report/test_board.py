@@ -18,9 +18,9 @@ import recorded
 from PIL import Image
 from recorded import recorder, step_records, traced_run, with_train
 
-from engine.account.waterfall import BARS
+from engine.account.replay.waterfall import BARS
 from engine.categories import NAMES
-from engine.report.pictures.figure import Picture
+from engine.report.pictures.waterfall import draw_bars
 from engine.report.tensorboard import curves
 from engine.report.tensorboard.board import Board
 from engine.report.tensorboard.hparams import METRICS, hparams
@@ -231,7 +231,7 @@ def test_charts_of_one_name_are_the_same_in_all_runs() -> None:
 @pytest.fixture
 def ample(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is time to look at every step as it comes."""
-    monkeypatch.setattr("engine.report.tensorboard.looks.SHARE", math.inf)
+    monkeypatch.setattr("engine.report.tensorboard.trace_budget.SHARE", math.inf)
 
 
 @pytest.mark.usefixtures("ample")
@@ -290,7 +290,7 @@ def test_no_file_before_something_is_written(tmp_path: Path) -> None:
     board.close()
     assert not event_files(tmp_path) and not board.opened
     board = Board(tmp_path)
-    board.image("a", Picture(2, 2), 0)
+    board.image("a", draw_bars({}, ""), 0)
     assert len(event_files(tmp_path)) == 1 and board.opened
     board.close()
 
@@ -298,7 +298,7 @@ def test_no_file_before_something_is_written(tmp_path: Path) -> None:
 def test_hparams_know_no_null() -> None:
     of = recorded.job()
     record, steps = step_records(of, lr=None), []
-    from engine.account.gather import Steps
+    from engine.account.records.gather import Steps
 
     gathered = Steps(of)
     steps = [step for step in map(gathered.add, record) if step]

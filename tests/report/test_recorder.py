@@ -17,9 +17,9 @@ from PIL import Image
 from recorded import MS, costs, measured, recorder, step_records, traced_run, with_train
 from test_board import event_files, read
 
-from engine.account.finite import LossNotFiniteError
-from engine.account.gather import Evaluations, Step, Steps
-from engine.account.waterfall import BARS
+from engine.account.records.gather import Evaluations, Step, Steps
+from engine.account.records.nan_watch import LossNotFiniteError
+from engine.account.replay.waterfall import BARS
 from engine.categories import NAMES
 from engine.files import UnwritableError, write_json, write_text
 from engine.plan.schedules import build

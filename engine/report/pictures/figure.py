@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from io import BytesIO
 from tempfile import TemporaryDirectory
 from threading import Lock, Thread
@@ -22,30 +23,28 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _ONE_AT_A_TIME = Lock()
+SHARP = 1000  # pixels: a narrower layout is of a picture that is shown larger than that, or on a fine screen
 DPI = 100  # pixels of a figure per inch; points are 1/72 of one
 # What is set beside matplotlib's defaults: text of an SVG stays text, and the same picture has the same bytes.
 _SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "engine", "path.simplify": False}
 
 
 class Picture:
-    """A figure of `width` x `height` pixels."""
+    """A figure laid out in `width` x `height` pixels. The PNG of one that is small has twice as many each way."""
 
     def __init__(self, width: int, height: int) -> None:
-        with _defaults():
-            from matplotlib.figure import Figure
+        from matplotlib.figure import Figure
 
-            self.figure: Figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor="white")
+        self.figure: Figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor="white")
         self.width, self.height = width, height
 
     def axes(self, left: float, top: float, right: float, bottom: float) -> Axes:
-        """Axes whose frame has these edges in pixels, counted from the upper left corner."""
+        """Axes with these edges in pixels, counted from the upper left corner; without ticks and frame."""
         place = (
             left / self.width, 1 - bottom / self.height, (right - left) / self.width, (bottom - top) / self.height,
         )  # fmt: skip
-        with _defaults():
-            found = self.figure.add_axes(place)
-        found.spines[:].set_visible(False)
-        found.tick_params(length=0)
+        found = self.figure.add_axes(place)
+        found.set_axis_off()
         return found
 
     def text(self, x: float, y: float, said: str, size: float, colour: str, anchor: str = "left") -> None:
@@ -55,17 +54,24 @@ class Picture:
             ha=anchor, va="center_baseline", parse_math=False,
         )  # fmt: skip
 
-    def png(self, scale: float = 1.0) -> bytes:
-        """The picture as a PNG of `scale` times as many pixels each way."""
-        return self._saved("png", dpi=DPI * scale, pil_kwargs={"compress_level": 3})
+    @property
+    def scale(self) -> int:
+        """Pixels of the PNG for each of the layout."""
+        return 2 if self.width < SHARP else 1
 
+    @cached_property
+    def png(self) -> bytes:
+        """The picture as a PNG."""
+        return self._saved("png", dpi=DPI * self.scale, pil_kwargs={"compress_level": 3})
+
+    @cached_property
     def svg(self) -> bytes:
         """The picture as an SVG; its text is text."""
         return self._saved("svg", metadata={"Date": None})
 
     def _saved(self, form: str, **how: Any) -> bytes:
         buffer = BytesIO()
-        with _defaults():
+        with defaults():
             self.figure.savefig(buffer, format=form, **how)
         return buffer.getvalue()
 
@@ -86,8 +92,8 @@ def text_width(said: str, size: float) -> float:
 
 
 @contextmanager
-def _defaults() -> Iterator[None]:
-    """matplotlib with its default settings and these, and afterwards with what it had."""
+def defaults() -> Iterator[None]:
+    """Give matplotlib its default settings and ours, and afterwards what it had. Whatever draws does so within."""
     _load()
     from matplotlib import style
 

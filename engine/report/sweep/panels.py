@@ -42,7 +42,7 @@ _MAP = [[0, "rgba(0,114,178,0.06)"], [1, "rgba(0,114,178,0.9)"]]
 
 
 @dataclass(frozen=True)
-class Layout:
+class PanelLayout:
     """Which swept key is what; `along` is None where nothing was swept.
 
     `crowded`: keys with too many values to be told apart on a chart.
@@ -54,18 +54,18 @@ class Layout:
     crowded: tuple[str, ...] = ()
 
 
-def layout_of(sweep: Sweep) -> Layout:
+def layout_of(sweep: Sweep) -> PanelLayout:
     """The layout of a sweep's panels. Repetitions (seeds) are drawn on top of each other."""
     keys = [key for key in sweep.varied if key != SEED]
     if not keys:
-        return Layout(None)
+        return PanelLayout(None)
     numeric = [key for key in keys if all(number(value) is not None for value in sweep.varied[key])]
     along = MICROBATCHES if MICROBATCHES in keys else max(numeric or keys, key=lambda key: len(sweep.varied[key]))
     rest = [key for key in keys if key != along]
     crowded = [key for key in rest if len(sweep.varied[key]) > MOST_LINES]
     rest = [key for key in rest if key not in crowded]
     series = SCHEDULE if SCHEDULE in rest else max(rest, key=lambda key: len(sweep.varied[key]), default=None)
-    return Layout(along, series, tuple(key for key in rest if key != series), tuple(crowded))
+    return PanelLayout(along, series, tuple(key for key in rest if key != series), tuple(crowded))
 
 
 def panels(sweep: Sweep) -> list[Markup | Chart]:
@@ -91,7 +91,7 @@ def panels(sweep: Sweep) -> list[Markup | Chart]:
     return drawn
 
 
-def _combinations(sweep: Sweep, layout: Layout) -> list[tuple[tuple[str, ...], list[Result]]]:
+def _combinations(sweep: Sweep, layout: PanelLayout) -> list[tuple[tuple[str, ...], list[Result]]]:
     """The combinations that occur, in the order of their values, each with its jobs."""
     found: dict[tuple[str, ...], list[Result]] = {}
     for result in sweep.completed:
@@ -108,7 +108,7 @@ def _note(text: str) -> Markup:
 class _Panels:
     """The panels of some jobs, one per figure."""
 
-    def __init__(self, sweep: Sweep, layout: Layout, jobs: Sequence[Result]) -> None:
+    def __init__(self, sweep: Sweep, layout: PanelLayout, jobs: Sequence[Result]) -> None:
         assert layout.along is not None
         self.sweep, self.layout, self.along, self.jobs = sweep, layout, layout.along, jobs
         self.metrics = [metric for metric in METRICS if sweep.known(metric)]

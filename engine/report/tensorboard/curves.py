@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.account.bubble import Account
-from engine.account.gather import Step
 from engine.account.measure import fractions
 from engine.account.overlap import Overlap
-from engine.account.waterfall import BARS, Waterfall
+from engine.account.records.gather import Step
+from engine.account.replay.waterfall import BARS, Waterfall
 from engine.categories import BY_NAME, NAMES
 from engine.job import Job
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
@@ -74,7 +74,8 @@ def of_waterfall(waterfall: Waterfall | None) -> dict[str, float]:
 
 def of_overlap(overlap: Overlap | None) -> dict[str, float | None]:
     """reduction/hidden: what was hidden of what could be; reduction/rank{r}/exposed: seconds that nothing hid, by world
-    rank."""
+    rank.
+    """
     if overlap is None:
         return {}
     exposed = ((overlap.total - overlap.hidden) * 1e-9).tolist()

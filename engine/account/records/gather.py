@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.account.pushes import Pushed, pushed, together
+from engine.account.records.pushes import Pushed, pushed, together
 from engine.job import Job
 from engine.plan.timeline import Timeline
 from engine.telemetry.records import LAYER_COLUMNS, SPAN_COLUMNS, VERSION_COLUMNS, Record
@@ -86,6 +86,7 @@ class Step:
 
     @property
     def samples_per_second(self) -> float:
+        """Samples of the global batch per second of the step; 0 where it took no time."""
         return self.samples / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -177,7 +178,7 @@ def _recorded(records: Sequence[Record], whole: bool) -> Recorded | None:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationResult:
     """`step`: optimizer steps done before it. `accuracy` is None where the model has none."""
 
     step: int
@@ -186,6 +187,7 @@ class Evaluation:
     accuracy: float | None
 
     def summary(self) -> Meta:
+        """The content of summary.json's `evaluation`."""
         return {"step": self.step, "samples": self.samples, "loss": self.loss, "accuracy": self.accuracy}
 
     def __str__(self) -> str:
@@ -201,7 +203,7 @@ class Evaluations:
         self._expected = job.replicas
         self._pending: dict[int, list[Meta]] = {}
 
-    def add(self, record: Record) -> Evaluation | None:
+    def add(self, record: Record) -> EvaluationResult | None:
         """The evaluation that this record completes, if it does."""
         step = record.meta["step"]
         metas = self._pending.setdefault(step, [])
@@ -209,7 +211,7 @@ class Evaluations:
         if len(metas) < self._expected:
             return None
         del self._pending[step]
-        return Evaluation(
+        return EvaluationResult(
             step,
             sum(m["samples"] for m in metas),
             ratio(metas, "loss_sum", "loss_count"),

@@ -6,15 +6,16 @@ import itertools
 from collections.abc import Mapping
 
 from engine.categories import WATERFALL
-from engine.report.pictures.draw import MARGIN, WIDE
-from engine.report.pictures.figure import Picture, points
+from engine.report.pictures.figure import Picture, defaults, points
 from engine.report.pictures.palette import INK, QUIET
+from engine.report.pictures.timeline import MARGIN, SMALL
 
 _ROW, _NAMES, _FIGURES = 30, 120, 150
 _COLOURS = {bar.name: bar.colour for bar in WATERFALL}
 
 
-def draw_bars(bars: Mapping[str, float], title: str, width: int = WIDE) -> Picture:
+@defaults()
+def draw_bars(bars: Mapping[str, float], title: str, width: int = SMALL) -> Picture:
     """`bars`: seconds by name, in order. The last row is their sum; a negative one goes to the left."""
     ends = list(itertools.accumulate(bars.values(), initial=0.0))
     total = ends[-1]
@@ -25,9 +26,8 @@ def draw_bars(bars: Mapping[str, float], title: str, width: int = WIDE) -> Pictu
     rows, low, high = len(bars) + 1, min(ends), max(ends)
     axes.set_xlim(low, high if high > low else low + 1)
     axes.set_ylim(rows, 0)
-    axes.xaxis.set_visible(False)
-    axes.set_yticks([row + 0.5 for row in range(rows)], [*bars, "measured"])
-    axes.tick_params(axis="y", labelsize=points(13), labelcolor=INK, pad=points(10))
+    for row, name in enumerate([*bars, "measured"]):
+        picture.text(left - 10, MARGIN + _ROW * (row + 1.5), name, 13, INK, "right")
     starts, lengths = [*ends[:-1], 0.0], [*bars.values(), total]
     colours = [*(_COLOURS.get(name, QUIET) for name in bars), QUIET]
     axes.barh([row + 0.5 for row in range(rows)], lengths, 0.6, starts, color=colours, antialiased=False)

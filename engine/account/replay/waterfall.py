@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.account.observed import Observed, observe
-from engine.account.replay import Replay
+from engine.account.replay.observed import Observed, observe
+from engine.account.replay.replay import Replay
 from engine.categories import WATERFALL
 from engine.job import Job
 from engine.plan.actions import Program
@@ -56,6 +56,7 @@ class Waterfall:
 
     @property
     def total(self) -> int:
+        """Nanoseconds of the measured step."""
         return sum(self.bars)
 
     def __getitem__(self, name: str) -> int:
@@ -81,6 +82,7 @@ class Average:
         self._bars, self._alone = [0] * len(BARS), [0] * replicas
 
     def add(self, waterfall: Waterfall) -> None:
+        """Add the waterfall of one more step to the mean."""
         self.steps += 1
         self._waiting += waterfall.waiting
         self._bars = [total + bar for total, bar in zip(self._bars, waterfall.bars, strict=True)]
@@ -98,6 +100,7 @@ class Average:
 
     @property
     def waiting(self) -> float:
+        """Seconds of the bar `reduce` that are waiting for slower replicas."""
         return self._waiting / self.steps * 1e-9
 
     @property
@@ -150,7 +153,8 @@ class Waterfalls:
 
     def _together(self, seen: Observed, timeline: Timeline, apart: float) -> list[float]:
         """The period of all replicas together: with reductions, with updates, with loading; and what of the first is
-        waiting for slower replicas. `apart`: the period without all that."""
+        waiting for slower replicas. `apart`: the period without all that.
+        """
         reduced = self._replicas > 1 or bool((timeline.kind == Kind.REDUCE).any())
         normed, gathered = (bool((timeline.kind == kind).any()) for kind in (Kind.WAIT_NORM, Kind.GATHER))
         moving: dict[str, Any] = {"duration": seen.duration, "delay": seen.delay}

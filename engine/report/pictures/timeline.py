@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.account.path import Link
+from engine.account.path import PathLink
 from engine.plan.timeline import BEHIND, COMPUTE_KINDS, Timeline
 from engine.ranks import Rank
-from engine.report.pictures.figure import Picture, points, text_width
+from engine.report.pictures.figure import Picture, defaults, points, text_width
 from engine.report.pictures.palette import COLOURS, INK, QUIET, WORDS
 
 if TYPE_CHECKING:
@@ -46,10 +46,11 @@ class Panel:
     timeline: Timeline
     unit: float
     ranks: int
-    path: Sequence[Link] = ()
+    path: Sequence[PathLink] = ()
     uncertainty: Sequence[int] = ()
 
 
+@defaults()
 def draw(panels: Sequence[Panel], width: int = WIDE) -> Picture:
     """One picture, the panels below each other on a common axis in ms that begins at each one's first action."""
     span = 1e3 * max((_extent(panel)[1] for panel in panels), default=0.0) or 1.0
@@ -89,11 +90,11 @@ class _Drawing:
     """One panel in its axes, whose x are milliseconds 0..`span`, and whose y are rows from the top down."""
 
     def __init__(self, picture: Picture, panel: Panel, top: int, span: float) -> None:
-        self.panel, self.timeline = panel, panel.timeline
-        self.height, rows = _row_height(self.timeline.ranks), top + _TITLE
+        self.picture, self.panel, self.timeline = picture, panel, panel.timeline
+        self.height, self.top = _row_height(self.timeline.ranks), top + _TITLE
         self.left, self.right = MARGIN + _LABELS, picture.width - MARGIN
         self.span, self.pixel = span, span / (self.right - self.left)  # milliseconds
-        self.axes: Axes = picture.axes(self.left, rows, self.right, rows + self.height * self.timeline.ranks)
+        self.axes: Axes = picture.axes(self.left, self.top, self.right, self.top + self.height * self.timeline.ranks)
         self.axes.set_xlim(0, span)
         self.axes.set_ylim(self.timeline.ranks, 0)
         picture.text(MARGIN, top + _TITLE / 2, panel.title, 16, INK)
@@ -112,20 +113,20 @@ class _Drawing:
         self._path()
 
     def _axis(self) -> None:
-        from matplotlib.ticker import MaxNLocator
-
-        axes = self.axes
-        axes.set_facecolor(_IDLE)
-        axes.set_axisbelow(True)
-        axes.grid(axis="x", color=_GRID, linewidth=points(1))
-        axes.xaxis.set_major_locator(MaxNLocator(max(2, int((self.right - self.left) / 100)), steps=[1, 2, 5, 10]))
-        axes.tick_params(axis="x", labelsize=points(11), labelcolor=QUIET)
-        axes.set_xlabel("ms", loc="left", fontsize=points(11), color=QUIET)
-        axes.xaxis.set_label_coords(-10 / (self.right - self.left), -7 / (self.height * self.timeline.ranks))
-        axes.xaxis.label.set_horizontalalignment("right")
-        shown = range(0, self.timeline.ranks, max(1, -(-10 // self.height)))
-        axes.set_yticks([rank + 0.5 for rank in shown], [self._name(rank) for rank in shown])
-        axes.tick_params(axis="y", labelsize=points(min(12, self.height)), labelcolor=INK, pad=points(8))
+        """The ground, lines at round numbers of milliseconds, and what ranks are called."""
+        ground = (np.array([edge], dtype=np.float64) for edge in (0, self.span, 0, self.timeline.ranks))
+        self._boxes(*ground, facecolors=_IDLE, linewidths=0, zorder=0.1)
+        marks = ticks(self.span, (self.right - self.left) / 100)
+        self.axes.vlines(
+            marks, 0, self.timeline.ranks + 4 / self.height, _GRID, linewidth=points(1), clip_on=False, zorder=0.2
+        )
+        below = self.top + self.height * self.timeline.ranks + 13
+        for mark in marks:
+            self.picture.text(self.left + mark / self.pixel, below, f"{mark:g}", 11, QUIET, "center")
+        self.picture.text(self.left - 10, below, "ms", 11, QUIET, "right")
+        for rank in range(0, self.timeline.ranks, max(1, -(-10 // self.height))):
+            middle = self.top + (rank + 0.5) * self.height
+            self.picture.text(self.left - 10, middle, self._name(rank), min(12, self.height), INK, "right")
 
     def _name(self, rank: int) -> str:
         panel = self.panel
@@ -193,6 +194,14 @@ class _Drawing:
             x = np.maximum(0, (np.array(ends).ravel() - self.begin) * self.panel.unit * 1e3)
             y = np.repeat([link.rank + min(3, self.height // 3) / self.height for link in self.panel.path], 2)
             self.axes.plot(x, y, color=INK, linewidth=points(2), antialiased=False)
+
+
+def ticks(span: float, about: float) -> list[float]:
+    """Round numbers from 0 to `span`, in steps of 1, 2 or 5 times a power of ten; about so many."""
+    from matplotlib.ticker import MaxNLocator
+
+    found = MaxNLocator(max(2, int(about)), steps=[1, 2, 5, 10]).tick_values(0, span)
+    return [float(mark) for mark in found if 0 <= mark <= span * (1 + 1e-9)]
 
 
 def _parts(timeline: Timeline) -> npt.NDArray[np.int64]:

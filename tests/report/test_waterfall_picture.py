@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from engine.account.waterfall import BARS
+from engine.account.replay.waterfall import BARS
 from engine.categories import WATERFALL
-from engine.report.pictures.draw_bars import draw_bars
 from engine.report.pictures.palette import QUIET
+from engine.report.pictures.timeline import SMALL, WIDE
+from engine.report.pictures.waterfall import draw_bars
 
 BAR_COLOURS = {bar.name: bar.colour for bar in WATERFALL}
 
@@ -25,7 +26,7 @@ def extent(image: Image.Image, row: int, colour: str) -> tuple[int, int]:
 
 def test_bars_join() -> None:
     bars = {"work": 0.06, "schedule": 0.03, "imbalance": 0.01, "rest": -0.02}
-    picture = Image.open(BytesIO(draw_bars(bars, "title").png())).convert("RGB")
+    picture = Image.open(BytesIO(draw_bars(bars, "title", WIDE).png)).convert("RGB")
     places = [extent(picture, row, BAR_COLOURS[name]) for row, name in enumerate(bars, 1)]
     work, schedule, imbalance, rest = places
     assert schedule[0] == pytest.approx(work[1], abs=2) and imbalance[0] == pytest.approx(schedule[1], abs=2)
@@ -38,4 +39,4 @@ def test_bars_join() -> None:
 def test_every_bar_has_a_colour_and_nothing_is_a_picture_too() -> None:
     assert set(BAR_COLOURS) == set(BARS)
     nothing = draw_bars(dict.fromkeys(BARS, 0.0), "nothing")
-    assert nothing.width > 1000 and nothing.png().startswith(b"\x89PNG") and b"0.00 ms" in nothing.svg()
+    assert nothing.width == SMALL and nothing.png.startswith(b"\x89PNG") and b"0.00 ms" in nothing.svg

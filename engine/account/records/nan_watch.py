@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from engine.account.gather import Step
+from engine.account.records.gather import Step
 
 
 class LossNotFiniteError(Exception):

@@ -24,7 +24,8 @@ STALE = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128, 256, 512, 1024)  # where each
 @dataclass(frozen=True)
 class Pushed:
     """A step of one replica. `seconds`: the mean over its ranks; `staleness` of its pushes: one per stage and server;
-    `held`: seconds for which the bound kept back the rank that it kept back longest."""
+    `held`: seconds for which the bound kept back the rank that it kept back longest.
+    """
 
     seconds: float
     staleness: tuple[int, ...]

@@ -24,7 +24,7 @@ _Ints = npt.NDArray[np.int64]
 _NONE = -(2**60)  # no bound: smaller than any difference between two clocks
 
 
-class Clocks:
+class ClockAlignment:
     """Readings of a run of `world` ranks. Without any, all ranks have one clock, and nothing is changed."""
 
     def __init__(self, world: int, ranks: int) -> None:
@@ -40,9 +40,11 @@ class Clocks:
 
     @property
     def several(self) -> bool:
+        """Whether some rank has another clock than rank 0."""
         return bool(self._readings)
 
     def leader(self, rank: int) -> int:
+        """The first rank that has the same clock as `rank`."""
         return int(self._leader[rank])
 
     @property

@@ -20,7 +20,7 @@ MOST_SPANS = 50_000  # of all that wait: 2 MB
 T = TypeVar("T")
 
 
-class Looks(Generic[T]):
+class TraceBudget(Generic[T]):
     """`look` is given one traced step after the other, in their order; how many, time decides.
 
     `clock`: seconds that this thread has had a processor.
