@@ -29,9 +29,10 @@ PATIENCE_S = 10.0
 
 
 class World:
-    """All ranks. `store` is shared by them; after `patience_s` seconds of waiting a rank says for whom it waits.
+    """All ranks that train together, seen from this one.
 
-    `between_cpus` makes the transport for gradients on CPUs where `transport` is one between GPUs, when it is needed.
+    `store` is shared by them; after `patience_s` seconds of waiting a rank says for whom it waits. `between_cpus` makes
+    the transport for gradients on CPUs where `transport` is one between GPUs, when it is needed.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class World:
         self.group = NotedGroup(transport, "state", self.calls)  # for what the program's own thread exchanges
 
     def ring(self, devices: Iterable[torch.device]) -> Ring:
-        """A ring of its own channels over all ranks, for tensors on `devices`. All ranks ask in the same order.
+        """Return a ring of its own channels over all ranks, for tensors on `devices`; all ranks ask in the same order.
 
         ValueError where they are of several kinds, or on GPUs where the world was joined with CPUs.
         """
@@ -75,10 +76,11 @@ class World:
         return self._cpus
 
     def making(self) -> AbstractContextManager[None]:
-        """The call in which ranks make their next optimizer together."""
+        """Context of the call in which ranks make their next optimizer together."""
         return self.calls.during("DistributedOptimizer", f"DistributedOptimizer(), number {self._opened + 1}")
 
     def close(self) -> None:
+        """Close the connections to the other ranks."""
         for transport in {id(each): each for each in (self.transport, self._cpus) if each is not None}.values():
             transport.close()
 
@@ -115,7 +117,7 @@ def init(timeout_s: float = TIMEOUT_S, patience_s: float = PATIENCE_S, device: s
 
 
 def shutdown() -> None:
-    """Leave; nothing where this process has not joined."""
+    """Leave the other ranks; does nothing where this process has not joined."""
     global _world  # noqa: PLW0603
     if _world is not None:
         _world.close()
@@ -123,17 +125,17 @@ def shutdown() -> None:
 
 
 def current() -> World:
-    """The world of this process; joins at the first call."""
+    """Return the world of this process; joins at the first call."""
     return _world or init()
 
 
 def rank() -> int:
-    """Which of the ranks this process is, 0 .. size()-1."""
+    """Return which of the ranks this process is, 0 .. size()-1."""
     return current().rank
 
 
 def size() -> int:
-    """How many ranks train together: 1 without a launcher."""
+    """Return how many ranks train together: 1 without a launcher."""
     return current().size
 
 
