@@ -32,7 +32,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class StepCounters:
-    """What the steps so far have cost: seconds and copied bytes by phase, threads started, seconds busy by device."""
+    """Cost of the steps so far: seconds and copied bytes by phase, threads started, seconds busy by device."""
 
     steps: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -52,7 +52,10 @@ class StepCounters:
 
 
 class DataParallel:
-    """`module` lives on the first of `devices`; buffers of the copies are thrown away after each step."""
+    """A module on the first of `devices`, copied to the others for each step.
+
+    Buffers of the copies are thrown away after each step.
+    """
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         if not devices:
@@ -62,10 +65,10 @@ class DataParallel:
         self._copies = [copy.deepcopy(self.module).to(device) for device in self.devices[1:]]
 
     def step(self, inputs: Tensor, target: Tensor, loss: Loss) -> Tensor:
-        """Forward and backward of one batch: the loss; the mean's gradients are added to the module's own.
+        """Run forward and backward of one batch; return the loss.
 
-        `loss(output, target)` is a mean over samples. A batch of fewer samples than devices leaves some of them out.
-        ValueError for one of none.
+        The mean's gradients are added to the module's own. `loss(output, target)` is a mean over samples. A batch of
+        fewer samples than devices leaves some of them out. ValueError for one of none.
         """
         if not len(inputs):
             raise ValueError("DataParallel was given a batch without samples: leave that step out")
@@ -137,7 +140,7 @@ class DataParallel:
 
 
 def scatter(batch: Tensor, devices: Sequence[torch.device], counters: StepCounters) -> list[Tensor]:
-    """Parts of a batch along its first dimension, sizes differing by at most one, none empty: one per device."""
+    """Cut a batch along its first dimension, one part per device; sizes differ by at most one, none is empty."""
     parts = [part for part in batch.tensor_split(len(devices)) if len(part)]
     counters.copied_bytes["scatter"] += sum(part.nbytes for part in parts[1:])
     # To another device a part is copied anyway; on one device it must not be a view that the others could change.
@@ -145,7 +148,7 @@ def scatter(batch: Tensor, devices: Sequence[torch.device], counters: StepCounte
 
 
 def gather(outputs: Sequence[Tensor], device: torch.device, counters: StepCounters) -> Tensor:
-    """The outputs, without their graphs, one behind the other on `device`."""
+    """Concatenate the outputs, without their graphs, on `device`."""
     counters.copied_bytes["gather"] += sum(output.nbytes for output in outputs[1:])
     return torch.cat([output.detach().to(device) for output in outputs])
 

@@ -1,4 +1,4 @@
-"""Trees over positions 0 .. N-1: who is whose parent. Pure, so that their costs and their pictures come from here too.
+"""Trees over positions 0 .. N-1: who is whose parent. Pure, so that costs and pictures come from here too.
 
     flat                    binomial                two binary trees, N = 6: inner nodes of one are leaves of the other
 
@@ -9,6 +9,8 @@
                               3 5 6                    0   2 4                  1 3   5
                                   |
                                   7
+
+Children are listed in the order in which their parts are combined.
 """
 
 from __future__ import annotations
@@ -17,26 +19,26 @@ from typing import NamedTuple
 
 
 class Node(NamedTuple):
-    """A position's place in a tree. Children in the order in which their parts are combined."""
+    """A position's place in a tree; children in the order in which their parts are combined."""
 
     parent: int | None
     children: tuple[int, ...]
 
 
 def links(nodes: list[Node]) -> list[tuple[int, int]]:
-    """The directed pairs that talk: every child with its parent, up and down."""
+    """Return the directed pairs that talk: every child with its parent, up and down."""
     up = [(k, node.parent) for k, node in enumerate(nodes) if node.parent is not None]
     return [*up, *((parent, k) for k, parent in up)]
 
 
 def flat(size: int, root: int = 0) -> list[Node]:
-    """One level: everybody but the root is a leaf."""
+    """Return a tree of one level: everybody but the root is a leaf."""
     others = tuple(k for k in range(size) if k != root)
     return [Node(None, others) if k == root else Node(root, ()) for k in range(size)]
 
 
 def binomial(size: int, root: int = 0) -> list[Node]:
-    """Position k's parent is k without its lowest set bit, counted from the root; ceil(log2 N) levels."""
+    """Return the binomial tree: k's parent is k without its lowest set bit, counted from the root."""
     parents: list[int | None] = [None] * size
     for distance in range(1, size):
         parents[(root + distance) % size] = (root + (distance & (distance - 1))) % size
@@ -44,10 +46,11 @@ def binomial(size: int, root: int = 0) -> list[Node]:
 
 
 def double_binary(size: int) -> tuple[list[Node], list[Node]]:
-    """Two binary trees of which each position is an inner node in one at most (Sanders, Speck, Träff 2009).
+    """Return two binary trees of which each position is an inner node in one at most.
 
-    Counted from 1, an in-order tree has its leaves at the odd numbers. The second tree is the first one mirrored
-    where N is even, and shifted by one where it is odd: either way even numbers change places with odd ones.
+    Counted from 1, an in-order tree has its leaves at the odd numbers. The second tree is the first one mirrored where
+    N is even, and shifted by one where it is odd: either way even numbers change places with odd ones (Sanders, Speck,
+    Träff 2009).
     """
     first = [None if p is None else p - 1 for p in (_in_order_parent(k + 1, size) for k in range(size))]
     role = [(k - 1) % size if size % 2 else size - 1 - k for k in range(size)]

@@ -16,7 +16,10 @@ SHOWN = 3
 
 
 class Stragglers:
-    """`label` tells optimizers apart; `names[b]`: the tensors of bucket b."""
+    """Which ranks have not reached which bucket.
+
+    `label` tells optimizers apart; `names[b]`: the tensors of bucket b.
+    """
 
     def __init__(self, world: World, label: str, names: Sequence[Sequence[str]]) -> None:
         self._world, self._label, self._names = world, label, names
@@ -25,12 +28,12 @@ class Stragglers:
         self.arrive(0, -1)
 
     def arrive(self, step: int, bucket: int) -> None:
-        """This rank has come to `bucket` of `step` (-1: to none of it)."""
+        """Note that this rank has come to `bucket` of `step` (-1: to none of it)."""
         self.step, self.bucket = step, bucket
         self._store.set(self._key(self._world.rank), f"{step} {bucket}")
 
     def missing(self, seconds: float) -> str:
-        """One line: what this rank waits for, who is there and who is not."""
+        """Return one line: what this rank waits for, who is there and who is not."""
         here = self.step, self.bucket
         seen = {rank: self._seen(rank) for rank in range(self._world.size)}
         there = [str(rank) for rank, at in seen.items() if at >= here]

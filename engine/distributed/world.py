@@ -31,9 +31,10 @@ PATIENCE_S = 10.0
 
 
 class World:
-    """All ranks. `store` is shared by them; after `patience_s` seconds of waiting a rank says for whom it waits.
+    """All ranks that train together, seen from this one.
 
-    `between_cpus` makes the transport for gradients on CPUs where `transport` is one between GPUs, when it is needed.
+    `store` is shared by them; after `patience_s` seconds of waiting a rank says for whom it waits. `between_cpus` makes
+    the transport for gradients on CPUs where `transport` is one between GPUs, when it is needed.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class World:
         self.group = NotedGroup(transport, "state", self.calls)  # for what the program's own thread exchanges
 
     def ring(self, devices: Iterable[torch.device]) -> Ring:
-        """A ring of its own channels over all ranks, for tensors on `devices`. All ranks ask in the same order.
+        """Return a ring of its own channels over all ranks, for tensors on `devices`; all ranks ask in the same order.
 
         ValueError where they are of several kinds, or on GPUs where the world was joined with CPUs.
         """
@@ -83,10 +84,11 @@ class World:
         return f"{kind}{self._labels[kind]}"
 
     def making(self) -> AbstractContextManager[None]:
-        """The call in which ranks make their next optimizer together."""
+        """Context of the call in which ranks make their next optimizer together."""
         return self.calls.during("DistributedOptimizer", f"DistributedOptimizer(), number {self._opened + 1}")
 
     def close(self) -> None:
+        """Close the connections to the other ranks."""
         for transport in {id(each): each for each in (self.transport, self._cpus) if each is not None}.values():
             transport.close()
 
@@ -124,7 +126,7 @@ def init(timeout_s: float = TIMEOUT_S, patience_s: float = PATIENCE_S, device: s
 
 
 def shutdown() -> None:
-    """Leave; nothing where this process has not joined."""
+    """Leave the other ranks; does nothing where this process has not joined."""
     global _world  # noqa: PLW0603
     if _world is not None:
         _world.close()
@@ -132,7 +134,7 @@ def shutdown() -> None:
 
 
 def current() -> World:
-    """The world of this process, or of this thread where ranks are threads; joins at the first call."""
+    """Return the world of this process, or of this thread where ranks are threads; joins at the first call."""
     join = getattr(_own, "join", None)
     return join() if join is not None else _world or init()
 
@@ -143,12 +145,12 @@ def bind(join: Callable[[], World] | None) -> None:
 
 
 def rank() -> int:
-    """Which of the ranks this process is, 0 .. size()-1."""
+    """Return which of the ranks this process is, 0 .. size()-1."""
     return current().rank
 
 
 def size() -> int:
-    """How many ranks train together: 1 without a launcher."""
+    """Return how many ranks train together: 1 without a launcher."""
     return current().size
 
 

@@ -16,9 +16,9 @@ from torch.autograd.graph import get_gradient_edge
 
 
 class GradHooks:
-    """Calls `added(i)` after each accumulation into `parameters[i].grad`, in the thread of the backward.
+    """Hooks that call `added(i)` after each accumulation into `parameters[i].grad`, in the backward's thread.
 
-    `added` is a bound method. Its object is not kept alive: it usually owns the watch, and Python's collector does not
+    `added` is a bound method. Its object is not kept alive: it usually owns the hooks, and Python's collector does not
     see a cycle that leads through the graph's nodes.
     """
 
@@ -28,6 +28,7 @@ class GradHooks:
         self._handles = [node.register_hook(partial(_call, call, i)) for i, node in enumerate(self._nodes)]
 
     def close(self) -> None:
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._nodes.clear()

@@ -35,7 +35,7 @@ def require_alike(collective: Collective, words: Sequence[str], what: str, items
 
 
 def gather(collective: Collective, numbers: Sequence[int]) -> list[list[int]]:
-    """Every member's list, all of equal length."""
+    """Return every member's list, all of equal length."""
     rows = torch.zeros(len(collective.members), len(numbers), dtype=torch.int64)
     rows[collective.position] = torch.tensor(numbers, dtype=torch.int64)
     flat = rows.flatten().to(collective.transport.device)
@@ -44,5 +44,5 @@ def gather(collective: Collective, numbers: Sequence[int]) -> list[list[int]]:
 
 
 def digest(text: str) -> int:
-    """63 bits that are the same in every process (Python's own hash is not)."""
+    """Return 63 bits that are the same in every process (Python's own hash is not)."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

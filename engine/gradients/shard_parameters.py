@@ -24,7 +24,7 @@ class ShardParameter(NamedTuple):
 
 
 class Owned(NamedTuple):
-    """A piece, its parameter's place in the bucket, and the elements of the owned part that it covers."""
+    """A shard parameter, its parameter's place in the bucket, and the elements of the owned part that it covers."""
 
     place: int
     piece: ShardParameter
@@ -32,15 +32,15 @@ class Owned(NamedTuple):
     last: int
 
     def gradient(self, part: Tensor) -> Tensor:
-        """The piece's own in a flat tensor of the owned part, laid out as its parameter is."""
+        """Return the gradient in a flat tensor of the owned part, laid out as the parameter is."""
         parameter = self.piece.parameter
         return part.as_strided(parameter.size(), parameter.stride(), part.storage_offset() + self.first)
 
 
 def owned(bucket: Bucket, span: tuple[int, int], values: Tensor, numbers: dict[int, int], flat: bool) -> list[Owned]:
-    """The pieces of a bucket whose elements `span` lie in the flat tensor `values`. `numbers`: by id of a parameter.
+    """Return the shard parameters of a bucket whose elements `span` lie in the flat tensor `values`.
 
-    `flat`: whether parameters may be cut, and lose their shape.
+    `numbers`: number of a parameter, by its id. `flat`: whether parameters may be cut, and lose their shape.
     """
     found = []
     views = bucket.views(values, span[0]) if span[0] < span[1] and not flat else []
@@ -55,7 +55,7 @@ def owned(bucket: Bucket, span: tuple[int, int], values: Tensor, numbers: dict[i
 
 
 def move_into(bucket: Bucket, values: Tensor) -> None:
-    """Let a bucket's parameters live in the flat tensor `values`."""
+    """Move a bucket's parameters into the flat tensor `values`."""
     for (_, parameter), view in zip(bucket.named, bucket.views(values), strict=True):
         view.copy_(parameter.detach())
         parameter.data = view

@@ -25,7 +25,10 @@ OUT_OF_MEMORY = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. `status`: completed, failed or interrupted; `error` names the rank at fault, if one is."""
+    """How a run ended.
+
+    `status`: completed, failed or interrupted; `error` names the rank at fault, if one is.
+    """
 
     status: str
     error: str | None = None
@@ -35,7 +38,7 @@ class Outcome:
 
 @dataclass
 class FailureReport:
-    """Collects failures of world ranks 0..world-1; `ranks` is P."""
+    """The failures of world ranks 0..world-1, and which of them is the cause; `ranks` is P."""
 
     ranks: int
     world: int
@@ -48,20 +51,22 @@ class FailureReport:
     offsets: dict[int, int] = field(default_factory=dict)  # rank with another clock -> ns to rank 0's
 
     def add_clock(self, meta: Meta) -> None:
-        """A `clock` record: the last comparison counts."""
+        """Take a `clock` record: the last comparison counts."""
         self.offsets[meta["rank"]] = meta["offset_ns"]
 
     def add_error(self, meta: Meta) -> None:
+        """Take the meta data of an `error` record."""
         self.errors.append(meta)
 
     def add_death(self, rank: int, exit_code: int | None, position: Place | None = None) -> None:
-        """A process ended that had reported neither its end nor an error."""
+        """Note that a process ended that had reported neither its end nor an error."""
         self.deaths[rank] = exit_code
         if position is not None:
             self.positions[rank] = position
 
     @property
     def failed(self) -> bool:
+        """Whether anything has failed so far."""
         return bool(self.errors or self.deaths or self.helper)
 
     @property
@@ -71,17 +76,21 @@ class FailureReport:
 
     @property
     def cause(self) -> Meta | None:
-        """The error record that is the cause, where a record is."""
+        """Error record that is the cause, where a record is."""
         own = [meta for meta in self.errors if meta["own"]]
         return min(own, key=self._when) if own else None
 
     @property
     def traceback(self) -> str | None:
+        """Traceback of the reported error, where there is one."""
         meta = self.cause or (self.errors[0] if self.errors and not (self.deaths or self.helper) else None)
         return meta["traceback"] if meta else None
 
     def outcome(self, signum: int | None) -> Outcome:
-        """A failure outweighs a signal: a launcher that ends the survivors of a failure does it with a signal."""
+        """Return how the run ended, `signum` being the signal that interrupted it, if one did.
+
+        A failure outweighs a signal: a launcher that ends the survivors of a failure does it with a signal.
+        """
         if self.failed:
             return Outcome("failed", self.message(), 1, self.traceback)
         if signum is not None:
@@ -89,7 +98,7 @@ class FailureReport:
         return Outcome("completed")
 
     def message(self) -> str:
-        """One sentence that begins with who failed. Only for a failed run."""
+        """Return one sentence that begins with who failed; only for a failed run."""
         assert self.failed
         meta = self.cause
         if meta is not None:
@@ -139,7 +148,7 @@ def _place(meta: Meta) -> list[str]:
 
 
 def ended(exit_code: int | None) -> str:
-    """How a process ended, by its exit code as multiprocessing gives it; None where that is not known."""
+    """Describe how a process ended, by its exit code as multiprocessing gives it; None where that is not known."""
     if exit_code is None:
         return "went away without a word: its process was killed, or crashed"
     if exit_code >= 0:

@@ -55,7 +55,10 @@ Targets = Callable[[], Mapping[str, Any]]  # what a rank's own command line name
 
 
 class JoinedRank:
-    """This process's place among those that the launcher started. ValueError where they do not come together."""
+    """This process's place among those that the launcher started.
+
+    ValueError where they do not come together.
+    """
 
     def __init__(self, limit_s: float) -> None:
         self.place = rendezvous.meet(limit_s)
@@ -73,7 +76,7 @@ class JoinedRank:
     # -- rank 0 ----------------------------------------------------------------------------------------------------
 
     def close(self, exit_code: int, message: str | None) -> None:
-        """Rank 0 has reported all: the others may leave, with this exit code where there was no job for them.
+        """Let the others leave: all is reported. `exit_code` is theirs where there was no job for them. Rank 0 only.
 
         Not before: as soon as one rank has failed, a launcher ends the others, rank 0 among them.
         """
@@ -271,7 +274,7 @@ class _Gone:
 
 
 def check_targets(settings: Settings, own: Mapping[str, Any], rank: int) -> None:
-    """ValueError where a job that came over the network names other code than this rank's own command line."""
+    """Raise ValueError where a job that came over the network names other code than this rank's command line."""
     asked = named(asdict(settings))
     for path in sorted(asked.keys() | own.keys()):
         if asked.get(path) != own.get(path):
@@ -383,7 +386,7 @@ _meeting: JoinedRank | None = None
 
 
 def meeting(limit_s: float = Settings.timeout_s) -> JoinedRank:
-    """The meeting of this process; connects at the first call, within `limit_s`."""
+    """Return this process's place among the launcher's ranks; connects at the first call, within `limit_s`."""
     global _meeting  # noqa: PLW0603  # one process takes part in one meeting
     _meeting = _meeting or JoinedRank(limit_s)
     return _meeting

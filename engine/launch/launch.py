@@ -38,7 +38,10 @@ def launch(job: Job, on_record: OnRecord) -> Outcome:
 
 
 def in_processes(job: Job, on_record: OnRecord, entry: Entry | None = None) -> Outcome:
-    """`entry(job, rank, folder, post)` is what each worker runs; they meet at a store in a folder of their user's."""
+    """Run a job with one process per rank.
+
+    `entry(job, rank, folder, post)` is what each worker runs; they meet at a store in a folder of their user's.
+    """
     from engine.launch.process import join_and_work
 
     with environment.private_folder() as folder:
@@ -48,7 +51,10 @@ def in_processes(job: Job, on_record: OnRecord, entry: Entry | None = None) -> O
 
 
 def in_threads(job: Job, on_record: OnRecord, entry: Entry | None = None) -> Outcome:
-    """`entry(job, rank, hub, post)` is what each thread runs."""
+    """Run a job with one thread per rank of this process.
+
+    `entry(job, rank, hub, post)` is what each thread runs.
+    """
     from engine.transport.threads import ThreadHub
 
     hub = ThreadHub(job.world, job.settings.timeout_s)

@@ -42,7 +42,7 @@ OnRecord = Callable[[Record], None]
 
 
 def context() -> Any:
-    """The fork server's context; torch and the worker are imported in it before the first fork.
+    """Return the fork server's context; torch and the worker are imported in it before the first fork.
 
     So is what torch imports in the first backward: each worker would import it by itself.
     """
@@ -80,7 +80,7 @@ def cool_down() -> None:
 
 
 def fork_server_end(wait_s: float) -> str | None:
-    """How the fork server ended, in words, where it has, or does within `wait_s`; it is left to be reaped."""
+    """Describe how the fork server ended, where it has, or does within `wait_s`; it is left to be reaped."""
     from multiprocessing import forkserver
 
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
@@ -101,6 +101,8 @@ def fork_server_end(wait_s: float) -> str | None:
 
 @dataclass
 class WorkerProcess:
+    """A worker's process, the pipe that its records come through, and what it has said of its end."""
+
     rank: int
     process: Any
     pipe: Connection
@@ -124,7 +126,7 @@ class Supervisor:
         self.failures = FailureReport(self.job.ranks, self.job.world)
 
     def run(self) -> int | None:
-        """Returns the number of the signal that interrupted the run, or None. `failures` tells how it ended."""
+        """Run all workers; return the number of the signal that interrupted the run, or None. See `failures`."""
         reader, writer = os.pipe()
         try:
             with interrupt.waking(lambda signum: _write(writer, signum)):

@@ -33,8 +33,11 @@ def make(endpoint: Endpoint) -> GlooTransport:
 
 
 class GlooTransport(C10dTransport):
-    """`interface`: None listens on loopback only; else the name of an interface that the other hosts reach, or ""
-    for the one that this host's name resolves to. `timeout_s` limits connecting and every wait."""
+    """Channels and sums over gloo between processes that compute on CPUs.
+
+    `interface`: None listens on loopback only; else the name of an interface that the other hosts reach, or "" for the
+    one that this host's name resolves to. `timeout_s` limits connecting and every wait.
+    """
 
     info = TRANSPORTS["gloo"]
 

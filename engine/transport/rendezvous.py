@@ -35,7 +35,10 @@ _UNKNOWN_S = 30.0  # a name that nobody knows: it may be made known while hosts 
 
 @dataclass
 class Deadline:
-    """Waiting with a limit: `wait` says from time to time what is waited for, and raises ValueError in the end."""
+    """A limit on waiting for something: it is said from time to time what is waited for.
+
+    Times are in seconds; `begun` and `told` on the clock of time.monotonic.
+    """
 
     limit_s: float
     say: Callable[[str], None]
@@ -45,10 +48,11 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
+        """Seconds until the limit; negative behind it."""
         return self.begun + self.limit_s - time.monotonic()
 
     def wait(self, what: str, remedy: str) -> None:
-        """One pause."""
+        """Pause once; say what is waited for where that is due, and raise ValueError behind the limit."""
         now = time.monotonic()
         if now - self.begun > self.limit_s:
             raise ValueError(f"{what}: waited {self.limit_s:g} s (timeout_s); {remedy}")
@@ -60,7 +64,7 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where this rank meets the others. `store()` gives a client of its own, which blocks no other one."""
+    """Where this rank meets the others: its number, how many there are, and the store that all reach."""
 
     rank: int
     world: int
@@ -68,6 +72,7 @@ class Rendezvous:
     prefix: str
 
     def store(self) -> Any:
+        """Return a client of the store of its own, whose blocking calls block no other client."""
         return PrefixStore(self.prefix, self.root.clone())
 
 

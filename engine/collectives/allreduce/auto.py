@@ -26,7 +26,10 @@ CANDIDATES: Mapping[str, type[Collective]] = Loaded(ALLREDUCES, lambda row: row.
 
 
 class Auto(Collective):
-    """`link`: what was measured, once it was. The candidates share channels: only one of them is under way."""
+    """The candidate that costs least for a tensor's size, by measured costs of the links.
+
+    `link`: what was measured, once it was. The candidates share channels: only one of them is under way.
+    """
 
     def __init__(self, transport: Transport, members: Sequence[int], label: str) -> None:
         super().__init__(transport, members, label)
@@ -39,11 +42,12 @@ class Auto(Collective):
 
     @classmethod
     def edges(cls, members: Sequence[int], label: str) -> list[Edge]:
+        """Return the channels of all candidates, each once."""
         kinds: list[type[Collective]] = [Ring, *CANDIDATES.values()]
         return list(dict.fromkeys(edge for kind in kinds for edge in kind.edges(members, label)))
 
     def choice(self, nbytes: int) -> str:
-        """The name of the algorithm for a tensor of so many bytes."""
+        """Return the name of the algorithm for a tensor of `nbytes`; the first call measures the links."""
         if self.link is None:
             self.link = measure(self._ring)
             self._say(f"alpha {self.link.alpha * 1e6:.1f} us, {_rate(self.link.beta)} sent, "

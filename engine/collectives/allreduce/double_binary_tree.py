@@ -29,6 +29,7 @@ class DoubleBinaryTree(Collective):
 
     @classmethod
     def edges(cls, members: Sequence[int], label: str) -> list[Edge]:
+        """Return the channels that the algorithm sends over, for `Transport.open`."""
         trees = enumerate(double_binary(len(members)))
         return [edge for number, nodes in trees for edge in mesh(members, links(nodes), _label(label, number))]
 

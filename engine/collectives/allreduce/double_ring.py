@@ -24,6 +24,7 @@ class DoubleRing(Collective):
 
     @classmethod
     def edges(cls, members: Sequence[int], label: str) -> list[Edge]:
+        """Return the channels that the algorithm sends over, for `Transport.open`."""
         order = range(len(members))
         return mesh(members, [*RingPass.pairs(order), *RingPass.pairs(order[::-1])], label)
 

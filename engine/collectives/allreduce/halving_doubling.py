@@ -25,10 +25,11 @@ from engine.transport import Edge, Work
 
 
 class HalvingDoubling(Collective):
-    """Needs a buffer of half the tensor's size."""
+    """Halving and doubling; needs a buffer of half the tensor's size."""
 
     @classmethod
     def edges(cls, members: Sequence[int], label: str) -> list[Edge]:
+        """Return the channels that the algorithm sends over, for `Transport.open`."""
         return mesh(members, core_links(len(members)), label)
 
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:

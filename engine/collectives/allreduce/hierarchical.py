@@ -22,22 +22,29 @@ from engine.transport import Edge
 
 
 class Hierarchical(Collective):
-    """Hosts are runs of `group_size` members in their order; None: all members are on one."""
+    """Rings inside hosts and between them.
+
+    Hosts are runs of `group_size` members in their order; None: all members are on one.
+    """
 
     group_size: ClassVar[int | None] = None
 
     @property
     def algorithm(self) -> str:
+        """Name of the algorithm, with the size of a host where one is given."""
         return super().algorithm + (f" of {self.group_size}" if self.group_size else "")
 
     @classmethod
     def grouped(cls, group_size: int | None) -> type[Hierarchical]:
-        """The same with hosts of so many members."""
+        """Return the same class for hosts of `group_size` members."""
         return type(cls.__name__, (cls,), {"group_size": group_size})
 
     @classmethod
     def rings(cls, size: int) -> tuple[list[range], list[range]]:
-        """The positions of each host, and those that meet across hosts. ValueError where hosts would be unequal."""
+        """Return the positions of each host, and those that form a ring across hosts.
+
+        ValueError where hosts would be unequal.
+        """
         inside = cls.group_size or size
         if size % inside:
             raise ValueError(
@@ -49,6 +56,7 @@ class Hierarchical(Collective):
 
     @classmethod
     def edges(cls, members: Sequence[int], label: str) -> list[Edge]:
+        """Return the channels that the algorithm sends over, for `Transport.open`."""
         hosts, across = cls.rings(len(members))
         return mesh(members, [pair for order in [*hosts, *across] for pair in RingPass.pairs(order)], label)
 

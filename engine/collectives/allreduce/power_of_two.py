@@ -19,13 +19,13 @@ Hypercube = Callable[[list[int], Tensor, ReduceOp], None]
 
 
 def core(size: int) -> list[int]:
-    """The positions that stay, as many as the largest power of two that is not above `size`."""
+    """Return the positions that stay, as many as the largest power of two that is not above `size`."""
     extra = size - (1 << (size.bit_length() - 1))
     return [*range(0, 2 * extra, 2), *range(2 * extra, size)]
 
 
 def core_links(size: int) -> list[tuple[int, int]]:
-    """The directed pairs that talk: the dimensions of the cube, and those that stay out with their partners."""
+    """Return the directed pairs that talk: along the cube's dimensions, and those that stay out with their partners."""
     stay = core(size)
     inner = [(stay[i], stay[i ^ bit]) for bit in _bits(len(stay)) for i in range(len(stay))]
     outer = [(k, k + 1) for k in range(size - 1) if k + 1 not in stay]

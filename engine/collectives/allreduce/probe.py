@@ -25,7 +25,10 @@ SMALL_TRIES, LARGE_TRIES = 30, 8
 
 
 def measure(ring: Ring) -> LinkCosts:
-    """Called by all members at once; takes some milliseconds. `ring` has two members or more."""
+    """Measure the cost of a link and of an addition; all members call at once, and it takes some milliseconds.
+
+    `ring` has two members or more.
+    """
     peers, device = ring.peers, ring.transport.device
     small, large = (torch.zeros(2, nbytes, dtype=torch.uint8, device=device) for nbytes in (SMALL_BYTES, LARGE_BYTES))
     numbers = torch.zeros(2, LARGE_BYTES // 4, device=device)

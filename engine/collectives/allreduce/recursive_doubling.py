@@ -23,10 +23,11 @@ from engine.transport import Edge, Work
 
 
 class RecursiveDoubling(Collective):
-    """Needs two buffers of the tensor's size."""
+    """Recursive doubling; needs two buffers of the tensor's size."""
 
     @classmethod
     def edges(cls, members: Sequence[int], label: str) -> list[Edge]:
+        """Return the channels that the algorithm sends over, for `Transport.open`."""
         return mesh(members, core_links(len(members)), label)
 
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:

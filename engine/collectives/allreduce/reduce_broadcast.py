@@ -10,8 +10,9 @@ from engine.collectives.topologies import Node, flat
 
 
 class ReduceBroadcast(Tree):
-    """A tree of one level: x_0 + x_1 + x_2 + ..., from the left."""
+    """A tree of one level, added from the left: x_0 + x_1 + x_2 + ..."""
 
     @classmethod
     def nodes(cls, size: int) -> list[Node]:
+        """Return each position's place in the tree over `size` members."""
         return flat(size)

@@ -20,10 +20,11 @@ from engine.transport import Edge
 
 
 class Ring(Collective):
-    """The members in their order, once around."""
+    """One ring over the members in their order."""
 
     @classmethod
     def edges(cls, members: Sequence[int], label: str) -> list[Edge]:
+        """Return the channels that the algorithm sends over, for `Transport.open`."""
         return mesh(members, RingPass.pairs(range(len(members))), label)
 
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
@@ -31,9 +32,10 @@ class Ring(Collective):
         run(ring.turn(tensor, op, ring.all_reduce))
 
     def mean(self, tensor: Tensor, counts: Sequence[int]) -> None:
-        """The mean over all members' parts, each of which is the mean of so many (`counts`, by position; 0: of none).
+        """Replace everybody's part by the mean over all of them, weighed by `counts`, in place.
 
-        Partial means travel, not sums, so half precision keeps its range and its bytes. In place, as `all_reduce`.
+        Each part is the mean of so many (`counts`, by position; 0: of none). Partial means travel, not sums, so half
+        precision keeps its range and its bytes.
         """
         if len(self.members) > 1 and tensor.numel():
             with torch.no_grad():

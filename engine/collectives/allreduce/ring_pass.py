@@ -30,7 +30,10 @@ from engine.transport import Work
 
 
 class RingPass:
-    """A ring over some positions, in the `order` of travel; `name` tells the buffers of several passes apart."""
+    """One member's way around a ring of positions.
+
+    The `order` is that of travel; `name` tells the buffers of several passes apart.
+    """
 
     def __init__(self, peers: Peers, order: Sequence[int], name: str = "ring") -> None:
         self.size, self.place = len(order), order.index(peers.position)
@@ -39,25 +42,26 @@ class RingPass:
 
     @staticmethod
     def pairs(order: Sequence[int]) -> list[tuple[int, int]]:
-        """Who sends to whom; none where there is one member."""
+        """Return who sends to whom; nothing where there is one member."""
         return list(zip(order, [*order[1:], order[0]], strict=True)) if len(order) > 1 else []
 
     @property
     def reduce_scatter(self) -> range:
-        """The steps after which `own` of the tensor is reduced."""
+        """Steps after which `own` of the tensor is reduced."""
         return range(self.size - 1)
 
     @property
     def all_gather(self) -> range:
-        """The steps that bring everybody's own chunk to everybody."""
+        """Steps that bring everybody's own chunk to everybody."""
         return range(self.size - 1, 2 * self.size - 2)
 
     @property
     def all_reduce(self) -> range:
+        """Steps of both halves."""
         return range(2 * self.size - 2)
 
     def own(self, tensor: Tensor) -> Tensor:
-        """The chunk that this place owns between the two halves: a view."""
+        """Return the chunk that this place owns between the two halves: a view."""
         return tensor.tensor_split(self.size)[(self.place + 1) % self.size]
 
     def turn(self, tensor: Tensor, op: ReduceOp, steps: range, counts: Sequence[int] | None = None) -> Iterator[None]:
@@ -96,7 +100,7 @@ class RingPass:
 
 
 def run(*turns: Iterator[None]) -> None:
-    """Let passes turn at once: a step of each in turn, until all have come round."""
+    """Run passes at once: a step of each in turn, until all are done."""
     left = list(turns)
     while left:
         left = [turn for turn in left if next(turn, turn) is not turn]

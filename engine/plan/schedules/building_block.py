@@ -25,7 +25,7 @@ Block = Callable[[int, int], tuple[int, int, int, int]]  # (ranks, rank) -> slot
 
 
 def build_from(name: str, block: Block, ranks: int, microbatches: int) -> Program:
-    """The program that repeats `block` for every micro-batch."""
+    """Build the program that repeats `block` for every micro-batch."""
     starts = np.array([block(ranks, rank) for rank in range(ranks)])
     repeated: Slots = starts[:, :, None] + PERIOD * np.arange(microbatches)
     slots = pull(repeated)

@@ -27,7 +27,10 @@ Item = tuple[int, int, int, int]  # slot, rank, move, micro-batch; for W: a coun
 
 
 def pull(slots: Slots) -> Slots:
-    """A repeated block's table, its ends drawn together. No rank keeps more activations than one did before."""
+    """Draw the ends of a repeated block's table together.
+
+    No rank keeps more activations than one did before.
+    """
     written = [weights(rank) for rank in slots]
     held = [_held(rank, w) for rank, w in zip(slots, written, strict=True)]
     peak = max(int(kept.max()) for kept in held)
@@ -37,7 +40,7 @@ def pull(slots: Slots) -> Slots:
 
 
 def weights(slots: Slots) -> Slots:
-    """The slots of a rank's W, ascending, for its moves' slots [4, M]: shape [2M]."""
+    """Return the slots of a rank's W, ascending, for its moves' slots [4, M]: shape [2M]."""
     halves = np.sort(slots[[I1, I0]], axis=None)
     taken = np.zeros(int(slots.max()) + 2 + len(halves), dtype=bool)
     taken[slots] = True

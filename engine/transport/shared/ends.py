@@ -42,10 +42,12 @@ class Owner(Protocol):
     aborted: bool
     waits: Waits
 
-    def fill_posted(self) -> None: ...
+    def fill_posted(self) -> None:
+        """Fill the posted receives of the rank whose messages have arrived."""
 
 
 def introduction(edge: Edge) -> bytes:
+    """Return the first bytes that a sender sends: they say which edge its socket is."""
     return f"{edge.src} {edge.dst} {edge.label}".encode()
 
 
@@ -68,9 +70,11 @@ class _End(AnyMemory):
         self._arrived_fd, self._taken_fd = arrived, taken
 
     def isend(self, tensor: Tensor) -> Work:
+        """Refuse: this end only receives."""
         raise ValueError(f"{self.edge}: rank {self._transport.rank} only receives on it")
 
     def irecv(self, tensor: Tensor) -> Work:
+        """Refuse: this end only sends."""
         raise ValueError(f"{self.edge}: rank {self._transport.rank} only sends on it")
 
     def _watch(self, fd: int) -> None:
@@ -138,11 +142,13 @@ class SendingEnd(_End):
             raise PeerLost(f"send on {self.edge}, peer {self._peer}: {error}", self._peer) from None
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return a slot of shared memory, uint8 [nbytes], that is sent without a copy."""
         slot = self._segments.slot(nbytes)
         self._own[slot.memory.data_ptr()] = slot
         return slot.memory[:nbytes]
 
     def isend(self, tensor: Tensor) -> Work:
+        """Post a send of a contiguous tensor, which must stay as it is until the work is waited for."""
         data = as_bytes(tensor, self.edge)
         nbytes = data.numel()
         if self._sent - self._taken == RING:  # rather wait than overwrite an entry that was not read
@@ -162,7 +168,7 @@ class SendingEnd(_End):
         return _Sent(self, self._sent - 1, copied=own is None)
 
     def taken(self) -> int:
-        """Messages that the receiver has copied out; their slots are free."""
+        """Number of messages that the receiver has copied out; their slots are free."""
         with contextlib.suppress(BlockingIOError):
             self._count(os.eventfd_read(self._fd))
         return self._taken
@@ -175,7 +181,7 @@ class SendingEnd(_End):
                 self._segments.give_back(slot)
 
     def wait(self, number: int) -> None:
-        """Until message `number` was taken."""
+        """Block until message `number` was taken."""
         if self.taken() > number:
             return
         deadline = time.monotonic() + self._transport.timeout_s
@@ -186,11 +192,12 @@ class SendingEnd(_End):
                 raise self.late()
 
     def check(self, number: int) -> None:
-        """PeerLost where message `number` will never be taken, as far as is known."""
+        """Raise PeerLost where message `number` is known never to be taken."""
         if self.taken() <= number and self._poll.poll(0):
             self._count(self._next(0))
 
     def what(self) -> str:
+        """Name the wait for a send in messages."""
         return f"send of {self._entry(self._taken)[2]} bytes on {self.edge}, peer {self._peer}"
 
 
@@ -226,6 +233,7 @@ class ReceivingEnd(_End):
         self._watch(self._arrived_fd)
 
     def irecv(self, tensor: Tensor) -> Work:
+        """Post a receive into a contiguous tensor, which has its message once the work was waited for."""
         receive = _Receive(self, as_bytes(tensor, self.edge))
         self._posted.append(receive)
         return receive
@@ -242,7 +250,10 @@ class ReceivingEnd(_End):
                 self._copy(self._posted.popleft())
 
     def fill_posted(self) -> None:
-        """Fill what has arrived for, without waiting. A message of another size is left to whoever waits for it."""
+        """Fill the receives whose messages have arrived, without waiting.
+
+        A message of another size is left to whoever waits for it.
+        """
         if self._posted and self._lock.acquire(blocking=False):
             try:
                 with contextlib.suppress(BlockingIOError):
@@ -274,8 +285,10 @@ class ReceivingEnd(_End):
         os.eventfd_write(self._taken_fd, 1)
 
     def _map(self, segment: int) -> None:
-        """Map what was announced before the message that lies in it. OSError, now and ever after, where that cannot be:
-        the descriptor has come and gone."""
+        """Map what was announced before the message that lies in it.
+
+        OSError, now and ever after, where that cannot be: the descriptor has come and gone.
+        """
         while segment >= len(self._mapped):
             if self._unmapped is not None:
                 raise self._unmapped
@@ -287,6 +300,7 @@ class ReceivingEnd(_End):
             self._mapped.add(handed[0], nbytes)
 
     def what(self) -> str:
+        """Name the wait for a receive in messages."""
         nbytes = self._posted[0].data.numel() if self._posted else 0
         return f"receive of {nbytes} bytes on {self.edge}, peer {self._peer}"
 

@@ -39,7 +39,10 @@ _BYTES = struct.Struct("q")  # of the part; it follows, or a descriptor comes al
 
 
 def meet(owner: Owner, members: Sequence[int], label: str, store: Store) -> dict[int, socket.socket]:
-    """A socket to each other member. Each connects to those before it and is connected to by those behind it."""
+    """Return a socket to each other member.
+
+    Each member connects to those before it and is connected to by those behind it.
+    """
     what, limit = f"connecting group {label} of ranks {list(members)}", Limit(owner.timeout_s)
     key = f"sum/{'-'.join(map(str, members))}/{label}"
     ends: dict[int, socket.socket] = {}
@@ -168,12 +171,13 @@ class Exchange:
             return [member for member, kept in self._unsent.items() if kept]
 
     def shut(self) -> None:
-        """Wake whoever waits on any side. From any thread."""
+        """Wake whoever waits on any side, from any thread."""
         for end in self._ends.values():
             with contextlib.suppress(OSError):  # the other side has closed
                 end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        """Close the sockets to the other members."""
         for member, end in self._ends.items():
             end.close()
             for _, fd in self._unsent[member]:

@@ -46,7 +46,7 @@ class Segments:
         self._free: dict[int, list[Slot]] = {}
 
     def slot(self, nbytes: int) -> Slot:
-        """A free slot of at least so many bytes; the one given back last, which is still in the caches."""
+        """Return a free slot of at least `nbytes`: the one given back last, which is still in the caches."""
         size = size_of(nbytes)
         free = self._free.setdefault(size, [])
         if not free:
@@ -54,6 +54,7 @@ class Segments:
         return free.pop()
 
     def give_back(self, slot: Slot) -> None:
+        """Make a slot free again."""
         self._free[slot.memory.numel()].append(slot)
 
     def _more(self, size: int) -> list[Slot]:
@@ -96,8 +97,10 @@ class Mapped:
             os.close(fd)
 
     def copy(self, segment: int, offset: int, target: Tensor, bytes_of_target: memoryview) -> None:
-        """Fill `target` (uint8 [n]; also given as its bytes) from a place. ValueError where the peer points outside of
-        what it shared."""
+        """Fill `target` (uint8 [n], also given as its bytes) from a place in a segment.
+
+        ValueError where the peer points outside of what it shared.
+        """
         memory, tensor = self._segments[segment]
         end = offset + len(bytes_of_target)
         if not 0 <= offset <= end <= len(memory):
@@ -110,7 +113,7 @@ class Mapped:
 
 @contextlib.contextmanager
 def refused(nbytes: int) -> Iterator[None]:
-    """Around what takes shared memory for messages: the system's error, with what it was for."""
+    """Context that turns a system's refusal of shared memory into ExhaustedError with the bytes that were asked for."""
     try:
         yield
     except OSError as error:
@@ -119,5 +122,5 @@ def refused(nbytes: int) -> Iterator[None]:
 
 
 def size_of(nbytes: int) -> int:
-    """Bytes of the slot that so many bytes are put into."""
+    """Bytes of the slot that holds `nbytes`: the next power of two, at least a page."""
     return max(LEAST_BYTES, 1 << (max(nbytes, 1) - 1).bit_length())

@@ -46,7 +46,10 @@ def make(endpoint: Endpoint) -> SharedMemoryTransport:
 
 
 class SharedMemoryTransport:
-    """A rank's ends. `timeout_s` limits connecting and every wait. All ranks are processes (or threads) of one host."""
+    """A rank's ends of channels in shared memory, and its sums over sockets.
+
+    `timeout_s` limits connecting and every wait. All ranks are processes (or threads) of one host.
+    """
 
     device = torch.device("cpu")
 
@@ -63,7 +66,10 @@ class SharedMemoryTransport:
         self._opened = 0
 
     def open(self, edges: Sequence[Edge]) -> None:
-        """Every receiver listens, every sender connects; the first bytes say which edge it is."""
+        """Connect this rank's ends of `edges`; all ranks call equally often, with the same lists.
+
+        Every receiver listens, every sender connects; the first bytes say which edge it is.
+        """
         mine = [edge for edge in edges if self.rank in (edge.src, edge.dst)]
         incoming = [edge for edge in mine if edge.dst == self.rank]
         limit = Limit(self.timeout_s)
@@ -82,15 +88,20 @@ class SharedMemoryTransport:
         return f"shared/{self._opened}/{rank}"
 
     def channel(self, edge: Edge) -> Channel:
+        """Return this rank's end of an edge that was opened."""
         return self._ends[edge]
 
     def fill_posted(self) -> None:
-        """Take what has arrived for receives that are posted: the other side may wait for that before it sends more."""
+        """Fill the posted receives whose messages have arrived.
+
+        The other side may wait for that before it sends more.
+        """
         for end in self._ends.values():
             if isinstance(end, ReceivingEnd):
                 end.fill_posted()
 
     def open_group(self, members: Sequence[int], label: str, backend: bool = False) -> None:
+        """Connect the members of later sums: by sockets, or by gloo where they are to be the backend's own."""
         if not backend:
             self._sums[tuple(members), label] = Exchange(
                 self, members, sum_over(members, label), meet(self, members, label, self._store)
@@ -101,6 +112,7 @@ class SharedMemoryTransport:
         self._groups.open_group(members, label, backend)
 
     def all_reduce(self, tensor: Tensor, members: Sequence[int], label: str) -> Work:
+        """Start a sum over `members`, in place; ValueError for a dtype that cannot be added."""
         exchange = self._sums.get((tuple(members), label))
         if exchange is None:
             assert self._groups is not None, "the group was not opened"
@@ -109,9 +121,10 @@ class SharedMemoryTransport:
         return exchange.start(tensor) if tensor.numel() else Finished()
 
     def check(self) -> None:
-        """Nothing: a process is killed where another has failed."""
+        """Do nothing: a process is killed where another rank has failed."""
 
     def close(self) -> None:
+        """Close every channel and group; call it after the last wait."""
         for end in self._ends.values():
             end.close()
         self._ends.clear()
@@ -122,6 +135,7 @@ class SharedMemoryTransport:
             self._groups.close()
 
     def abort(self) -> None:
+        """End every wait of this rank with PeerLost, from any thread."""
         self.aborted = True
         for end in list(self._ends.values()):
             end.shut()

@@ -19,7 +19,7 @@ from engine.transport.threads.timeouts import Timeouts
 
 
 class ThreadHub:
-    """What the threads of one run share. `timeout_s` limits every wait."""
+    """What the ranks of one run share, where they are threads. `timeout_s` limits every wait."""
 
     def __init__(self, world: int, timeout_s: float) -> None:
         self.world = world
@@ -31,19 +31,20 @@ class ThreadHub:
         self._groups: dict[tuple[tuple[int, ...], str], SumGroup] = {}
 
     def transport(self, rank: int) -> ThreadTransport:
-        """The end of `rank`, for its thread."""
+        """Return the transport of `rank`, for its thread."""
         return ThreadTransport(self, rank)
 
     def abort(self) -> None:
-        """Every wait of every rank, present and future, raises PeerLost. From any thread."""
+        """End every wait of every rank, present and future, with PeerLost; from any thread."""
         self._timeouts.abort()
 
     @property
     def aborted(self) -> bool:
+        """Whether the run was aborted."""
         return self._timeouts.aborted
 
     def open(self, rank: int, edges: Sequence[Edge]) -> None:
-        """Raises ValueError where `rank` passes another list than the ranks before it in the same call."""
+        """Open a rank's edges; ValueError where it passes another list than the ranks before it in the same call."""
         with self._lock:
             if self._calls[rank] == len(self._opened):
                 self._opened.append(list(edges))
@@ -60,13 +61,15 @@ class ThreadHub:
 
     @property
     def unmatched(self) -> int:
-        """Sends without a receive and receives without a send; 0 between two steps."""
+        """Number of sends without a receive and receives without a send; 0 between two steps."""
         return sum(queues.length for queues in self._queues.values())
 
     def queues(self, edge: Edge) -> Queues:
+        """Return the queues of an edge that was opened."""
         return self._queues[edge]
 
     def group(self, members: tuple[int, ...], label: str) -> SumGroup:
+        """Return the sums over `members` with this label, the same for all of them."""
         with self._lock:
             if (members, label) not in self._groups:
                 self._groups[members, label] = SumGroup(members, label, self._timeouts)
@@ -91,7 +94,7 @@ class _ThreadChannel(AnyMemory):
 
 
 class ThreadTransport:
-    """One rank's ends. Built by `ThreadHub.transport`."""
+    """One rank's ends; made by `ThreadHub.transport`."""
 
     device = torch.device("cpu")
 
@@ -102,29 +105,35 @@ class ThreadTransport:
         self._channels: dict[Edge, _ThreadChannel] = {}
 
     def open(self, edges: Sequence[Edge]) -> None:
+        """Connect this rank's ends of `edges`; all ranks call equally often, with the same lists."""
         self.hub.open(self.rank, edges)
         for edge in edges:
             if self.rank in (edge.src, edge.dst):
                 self._channels[edge] = _ThreadChannel(edge, self.hub.queues(edge))
 
     def channel(self, edge: Edge) -> Channel:
+        """Return this rank's end of an edge that was opened."""
         return self._channels[edge]
 
     def open_group(self, members: Sequence[int], label: str, backend: bool = False) -> None:
+        """Connect the members of later sums."""
         self.hub.group(tuple(members), label)
 
     def all_reduce(self, tensor: Tensor, members: Sequence[int], label: str) -> Work:
+        """Start a sum over `members`, in place; the last member to call adds the parts in rank order."""
         return self.hub.group(tuple(members), label).join(self.rank, tensor)
 
     def check(self) -> None:
+        """Raise PeerLost where the run was aborted."""
         if self.hub.aborted:
             raise PeerLost("the run was aborted", None)
 
     def close(self) -> None:
+        """Forget this rank's channels."""
         self._channels.clear()
 
     def abort(self) -> None:
-        """One rank's end is the end of the run: every rank's waits raise PeerLost."""
+        """End the run: every rank's waits raise PeerLost."""
         self.hub.abort()
 
 

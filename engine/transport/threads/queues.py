@@ -22,7 +22,7 @@ from engine.transport.threads.timeouts import Timeouts
 
 
 class Operation:
-    """A send or a receive: a Work."""
+    """A send or a receive under way."""
 
     __slots__ = ("_peer", "_queues", "complete", "error", "kind", "mark", "tensor")
 
@@ -36,9 +36,11 @@ class Operation:
         self._peer = peer
 
     def done(self) -> bool:
+        """Say, without waiting, whether the operation is known to be complete."""
         return self.complete
 
     def wait(self) -> None:
+        """Block until the other side has posted its half; on a GPU also queue behind the copy."""
         if not self.complete:
             queues = self._queues
             what = f"{self.kind} on {queues.edge}, peer {self._peer}"
@@ -60,6 +62,7 @@ class Queues:
 
     @property
     def length(self) -> int:
+        """Number of operations that wait for their other half."""
         return sum(map(len, self._waiting.values()))
 
     def post(self, kind: str, tensor: Tensor) -> Work:
@@ -99,7 +102,7 @@ def _complete(send: Operation, receive: Operation, edge: Edge) -> None:
 
 
 def mark(tensor: Tensor) -> torch.cuda.Event | None:
-    """What the calling thread's stream has queued so far; None for a tensor on the CPU."""
+    """Record what the calling thread's stream has queued so far; None for a tensor on the CPU."""
     return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
 

@@ -13,7 +13,7 @@ from engine.transport.threads.timeouts import Timeouts
 
 
 class SumGroup:
-    """Sums over some ranks. The k-th call of each member belongs to round k."""
+    """Sums over some ranks that are threads; the k-th call of each member belongs to round k."""
 
     def __init__(self, members: tuple[int, ...], label: str, timeouts: Timeouts) -> None:
         self.members = members

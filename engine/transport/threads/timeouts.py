@@ -10,7 +10,7 @@ from engine.transport import PeerLost, PeerTimeout
 
 
 class Timeouts:
-    """The waits of one run. `timeout_s` limits each of them."""
+    """The waits of one run's threads: each limited to `timeout_s`, all ended by `abort`."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -19,14 +19,14 @@ class Timeouts:
         self._conditions: list[threading.Condition] = []
 
     def condition(self) -> threading.Condition:
-        """A new condition to wait on, which `abort` wakes."""
+        """Return a new condition to wait on, which `abort` wakes."""
         condition = threading.Condition(threading.Lock())
         with self._lock:
             self._conditions.append(condition)
         return condition
 
     def abort(self) -> None:
-        """Every wait, present and future, raises PeerLost. From any thread."""
+        """End every wait, present and future, with PeerLost; from any thread."""
         self.aborted = True
         with self._lock:
             conditions = list(self._conditions)
@@ -35,7 +35,7 @@ class Timeouts:
                 condition.notify_all()
 
     def wait(self, condition: threading.Condition, done: Callable[[], bool], what: str, peer: int | None) -> None:
-        """Wait on a held condition until `done()`. `what` and `peer` go into PeerTimeout and PeerLost."""
+        """Wait on a held condition until `done()`; `what` and `peer` go into PeerTimeout and PeerLost."""
         deadline = time.monotonic() + self._timeout_s
         while not done():
             if self.aborted:
