@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from engine.account.bubble import NAMES
-from engine.account.waterfall import BARS
+from engine.account.replay.waterfall import BARS
 from engine.cli.config import CONF
 from engine.cli.help import default, groups, meaning
 from engine.plan.guide import guide

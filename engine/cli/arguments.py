@@ -21,7 +21,7 @@ class UsageError(ValueError):
     """A command line that cannot be parsed; the message says why."""
 
 
-def arranged(arguments: Sequence[str]) -> list[str]:
+def flags_first(arguments: Sequence[str]) -> list[str]:
     """Return flags with their values, then overrides, both in the order given. Raises UsageError."""
     parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]

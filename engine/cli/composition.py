@@ -17,7 +17,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from engine.cli.arguments import arranged
+from engine.cli.arguments import flags_first
 from engine.cli.config import CONF
 from engine.cli.help import help_keys
 from engine.targets import named
@@ -32,7 +32,7 @@ def register_resolvers() -> None:
 def composed(arguments: Sequence[str]) -> DictConfig:
     """Return the composed configuration, Hydra's own node included."""
     register_resolvers()
-    given = get_args_parser().parse_args(arranged(arguments))
+    given = get_args_parser().parse_args(flags_first(arguments))
     search_path = create_automatic_config_search_path(None, None, given.config_path or str(CONF))
     if given.config_dir is not None:
         search_path.prepend("command-line", f"file://{Path(given.config_dir).absolute()}")

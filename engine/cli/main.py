@@ -28,10 +28,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from engine import environment
 from engine.cli import run
-from engine.cli.arguments import UsageError, arranged
-from engine.cli.complaints import check_groups, explain
+from engine.cli.arguments import UsageError, flags_first
 from engine.cli.composition import register_resolvers, run_dir, targets
 from engine.cli.config import CONF, load
+from engine.cli.hydra_errors import check_groups, explain
 from engine.console import forgiving
 from engine.errors import Interrupted
 from engine.files import UnwritableError
@@ -116,7 +116,7 @@ def _compose() -> int:
         try:
             with interrupt.raising():
                 _check_start()
-                sys.argv[1:] = arranged(sys.argv[1:])
+                sys.argv[1:] = flags_first(sys.argv[1:])
                 check_groups(sys.argv[1:])
                 hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(_job)()
         except KeyboardInterrupt as error:
@@ -157,7 +157,7 @@ def report(outcome: Outcome) -> int:
 def _job(config: DictConfig) -> Outcome:
     """Run one job of Hydra's. Raises only an interruption, which is meant for the whole sweep."""
     runtime = HydraConfig.get().runtime
-    outcome = run.taken(Path(runtime.output_dir)) or _outcome(config, runtime.cwd, runtime.output_dir)
+    outcome = run.refuse_used(Path(runtime.output_dir)) or _outcome(config, runtime.cwd, runtime.output_dir)
     if outcome.status == "interrupted":
         _compared()
         raise Interrupted(outcome.exit_code - 128, outcome.error)

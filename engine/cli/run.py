@@ -64,7 +64,7 @@ def train(settings: Settings, start_dir: str, run_dir: str) -> Outcome:
         return finish(folder, outcome, settings, recorder)
 
 
-def taken(folder: Path) -> Outcome | None:
+def refuse_used(folder: Path) -> Outcome | None:
     """Return the refusal of a folder that holds a run already, whose results would be lost; else None."""
     if not (folder / CONFIG_NAME).exists():
         return None
