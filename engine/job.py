@@ -28,8 +28,8 @@ class TensorSpec:
 class MessageSpec:
     """The nested tensors of one message between stages.
 
-    `form` is the structure (`pipeline/messages/nesting.py`). `leaves` has a TensorSpec for each tensor, and constants as they
-    are, in order.
+    `form` is the structure (`pipeline/messages/nesting.py`). `leaves` has a TensorSpec for each tensor, and constants
+    as they are, in order.
     """
 
     form: Any
