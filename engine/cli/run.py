@@ -35,6 +35,7 @@ from engine.plan.summary import CSV_NAME, plan_summary, plan_text
 from engine.plan.text import to_csv
 from engine.plan.verify import verify
 from engine.settings import Settings
+from engine.short_summary import write_short_summary
 from engine.telemetry.records import Record
 
 if TYPE_CHECKING:
@@ -145,23 +146,13 @@ def finish(folder: Path, outcome: Outcome, settings: Settings | None, recorder: 
             if recorder is not None:
                 recorder.finish(outcome.status, outcome.error)
             else:
-                _write_summary(folder, outcome, settings)
+                write_short_summary(folder, outcome.status, outcome.error, settings)
     except UnwritableError as error:
         if outcome.status == "completed":
             return outcome_of(error)
         said_already = str(error.path.parent) in (outcome.error or "")
         return outcome if said_already else replace(outcome, error=f"{outcome.error}; {error}")
     return outcome
-
-
-def _write_summary(folder: Path, outcome: Outcome, settings: Settings | None) -> None:
-    """Write summary.json of a run that recorded nothing."""
-    summary: dict[str, object] = {"status": outcome.status, "error": outcome.error}
-    if settings is not None:
-        summary |= {"mode": settings.mode, "schedule": settings.schedule.get("name")}
-        summary |= {"ranks": settings.pipeline.ranks, "microbatches": settings.pipeline.microbatches}
-        summary |= {"replicas": settings.data_parallel.replicas}
-    write_json(folder / "summary.json", summary)
 
 
 def write_plan(

@@ -45,8 +45,8 @@ class Reducer:
 
     `params`: (name, parameter) in registration order; frozen ones are left out. `bucket_bytes`: gradients per bucket.
     `thread` and `order` are shared by the reducers of one rank, `combine` says how a bucket is combined (default:
-    summed). Building it waits for the other members, which must agree on the layout (ValueError). After
-    `wait`, `.grad` is a view into a buffer that the next reduction reuses.
+    summed). Building it waits for the other members, which must agree on the layout (ValueError). After `wait`, `.grad`
+    is a view into a buffer that the next reduction reuses.
     """
 
     def __init__(

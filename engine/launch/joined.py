@@ -28,7 +28,7 @@ from torch.distributed import DistError, DistStoreError
 
 from engine import environment
 from engine.errors import Interrupted
-from engine.files import UnwritableError, write_json, write_text
+from engine.files import UnwritableError, write_text
 from engine.job import Job
 from engine.launch import delivery, handover, interrupt
 from engine.launch.failure_report import FailureReport, Outcome
@@ -36,6 +36,7 @@ from engine.launch.mailbox import Mailbox
 from engine.launch.rank import Post, forward_logging, guarded, thread_logging, work
 from engine.launch.supervise import PEER_GRACE_S, SURE_GRACE_S, OnRecord
 from engine.settings import Settings
+from engine.short_summary import write_short_summary
 from engine.targets import named
 from engine.telemetry import position
 from engine.telemetry.clock import Clocks
@@ -178,10 +179,9 @@ class JoinedRank:
         failures = FailureReport(job.ranks, job.world)
         failures.add_death(0, None, position.decode(positions[0]))
         message = failures.message()
-        summary = {"status": "failed", "error": message, "mode": job.settings.mode, "ranks": job.ranks}
         with contextlib.suppress(UnwritableError):
             write_text(folder / "error.txt", message + "\n")
-            write_json(folder / "summary.json", summary | {"replicas": job.replicas})
+            write_short_summary(folder, "failed", message, job.settings)
 
     def _follow(self, own: Targets, mail: delivery.Mail, put: Callable[[Any], None]) -> int:
         content, post = self._receive(mail, put), mail.post

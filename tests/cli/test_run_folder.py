@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import recorded
-from recorded import step_records
-from test_recorder import log
+from recorded import log, step_records
 
 from engine.cli import run
 from engine.files import UnwritableError

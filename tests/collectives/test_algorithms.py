@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from workers import RUNS, copy_late, over_threads
+from workers import RUNS, copy_late, joined, over_threads
 
 from engine.collectives import COLLECTIVES, Collective, Hierarchical, ReduceOp, peers
 from engine.collectives.allreduce.auto import CANDIDATES, Auto
@@ -21,14 +21,6 @@ from engine.transport import Transport
 OURS = [name for name in COLLECTIVES if name not in ("native", "auto")]
 SIZES = range(1, 9)
 worlds = st.integers(1, 8)
-
-
-def joined(transport: Transport, kind: type[Collective]) -> Collective:
-    members = list(range(transport.world))
-    transport.open(kind.edges(members, "x"))
-    if kind.backend_group and transport.world > 1:
-        transport.open_group(members, "x", backend=True)
-    return kind(transport, members, "x")
 
 
 def reduced(

@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import misbehaving
 import pytest
 from command import LIMIT_S, ROOT
-from test_failures import TORCHRUN, Run
+from misbehaving import TORCHRUN, Run
 
 from engine import environment
 from engine.transport import rendezvous
@@ -24,14 +24,7 @@ from engine.transport import rendezvous
 GONE = "went away without a word: its process was killed, or crashed"
 
 
-@pytest.fixture
-def hurt(tmp_path: Path) -> Iterator[Run]:
-    run = Run(tmp_path)
-    yield run
-    for pid in run.left():
-        os.kill(pid, signal.SIGKILL)
-    if hasattr(run, "process"):
-        run.process.communicate()
+hurt = misbehaving.hurt  # a fixture
 
 
 def free_port() -> int:
@@ -191,7 +184,8 @@ def test_the_death_of_the_rank_that_reports_is_told_by_the_others(hurt: Run) -> 
     code, _, err = hurt.end()
     assert code != 0, err
     assert re.fullmatch(rf"rank 0 \(stage 0, .*in 0.*\) {GONE}\n", hurt.file("error.txt")), hurt.file("error.txt")
-    assert hurt.summary["status"] == "failed"
+    what = {"mode": "train", "schedule": "gpipe", "ranks": 2, "microbatches": 4, "replicas": 1}
+    assert hurt.summary == {"status": "failed", "error": hurt.file("error.txt").strip()} | what
     hurt.assert_gone()
 
 

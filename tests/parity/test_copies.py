@@ -11,8 +11,7 @@ import command
 import pytest
 import torch
 from command import LIMIT_S, Engine, engine_process
-from harness import ADAM, SGD, Ran, plain, run_threads, settings
-from test_parity import close, equal
+from harness import ADAM, SGD, Ran, close, equal, plain, run_threads, settings
 from torch import Tensor
 
 from engine.account.measure import Measure

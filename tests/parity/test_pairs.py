@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import ADAM, Ran, plain, run_threads, settings
+from harness import ADAM, Ran, close, equal, plain, run_threads, settings
 from hypothesis import assume, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from program_strategies import executed
-from test_parity import close, equal
 from test_split_runs import run_program
 
 from engine.account.records.gather import Steps

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from command import engine_process
-from harness import plain, run_threads, settings
-from test_parity import close, equal
+from harness import close, equal, plain, run_threads, settings
 from torch import Tensor
 
 from engine.collectives import COLLECTIVES

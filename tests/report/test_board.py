@@ -17,6 +17,7 @@ import pytest
 import recorded
 from PIL import Image
 from recorded import recorder, step_records, traced_run, with_train
+from tensorboards import event_files, read
 
 from engine.account.replay.waterfall import BARS
 from engine.categories import NAMES
@@ -35,16 +36,6 @@ with warnings.catch_warnings():
     from tensorboard.util.tensor_util import make_ndarray
 
 HPARAMS = ("_hparams_/experiment", "_hparams_/session_start_info", "_hparams_/session_end_info")
-
-
-def event_files(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("events.out.tfevents*"))
-
-
-def read(folder: Path) -> EventAccumulator:
-    found = EventAccumulator(str(folder), size_guidance={"images": 0, "histograms": 0})
-    found.Reload()
-    return found
 
 
 def events(folder: Path) -> Iterator[Any]:

@@ -14,8 +14,8 @@ import recorded
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from recorded import MS, costs, measured, recorder, step_records, traced_run, with_train
-from test_board import event_files, read
+from recorded import MS, costs, log, measured, recorder, step_records, traced_run, with_train
+from tensorboards import event_files, read
 
 from engine.account.records.gather import Evaluations, Step, Steps
 from engine.account.records.nan_watch import LossNotFiniteError
@@ -31,10 +31,6 @@ from engine.telemetry.records import Record
 def gathered(of: recorded.Job, records: list[Record]) -> list[Step]:
     steps = Steps(of)
     return [step for step in map(steps.add, records) if step]
-
-
-def log(message: str, rank: int | None = 0, level: int = logging.INFO) -> Record:
-    return Record("log", {"rank": rank, "level": level, "logger": "a.b", "message": message}, {})
 
 
 def evaluation(rank: int, samples: int, correct: int | None, step: int = 3) -> Record:
