@@ -14,6 +14,7 @@ import yaml
 
 from engine.cli.config import CONF
 from engine.cli.help import composed_defaults, groups
+from engine.plan.schedules import offered_schedules
 from engine.settings import KEYS
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +26,11 @@ KEY = re.compile(r"(?<![\w./+])(%s)((?:\.\w+)+)=" % "|".join(sorted({path.partit
 
 def test_readme_is_for_the_first_five_minutes() -> None:
     assert len((ROOT / "README.md").read_text().split()) < 1500
+
+
+def test_readme_counts_the_schedules_that_are_built_by_name() -> None:
+    assert len(set(offered_schedules()) - {"csv"}) == 16
+    assert "sixteen" in (ROOT / "README.md").read_text()
 
 
 def headings(page: Path) -> set[str]:
