@@ -26,8 +26,11 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class MessageSpec:
-    """A nesting of tensors: `form` is its structure (`pipeline/messages/nesting.py`), `leaves` are a TensorSpec for each
-    tensor and constants as they are, in order."""
+    """A nesting of tensors that crosses a boundary, without the tensors.
+
+    `form` is its structure (`pipeline/messages/nesting.py`), `leaves` are a TensorSpec for each tensor and constants as
+    they are, in order.
+    """
 
     form: Any
     leaves: tuple[TensorSpec | bool | int | float | str | None, ...]

@@ -79,8 +79,11 @@ def connections(
 
 
 class Communicators:
-    """Channels and groups of one rank, opened. `sharing[s]`: all ranks that hold a copy of its stage s;
-    `reduction[s]`: their all-reduce."""
+    """Channels and groups of one rank, opened.
+
+    `sharing[s]` holds all ranks that have a copy of this rank's stage s, `reduction[s]` is their all-reduce. `me` and
+    `world` count all ranks, `rank` those of one pipeline.
+    """
 
     def __init__(self, found: Connections, transport: Transport) -> None:
         self._transport, self.label = transport, found.label

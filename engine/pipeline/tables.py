@@ -31,8 +31,11 @@ from engine.plan.programs import StepPrograms, Updates
 
 
 class Tables(ABC):
-    """`names`, `trainable`: of each layer its name and how many parameter tensors require grad. `draws`: layers that
-    draw random numbers in training, and the number behind the last where the loss does; it may grow."""
+    """Programs, split and messages of a pipeline.
+
+    `names`, `trainable`: of each layer its name and how many parameter tensors require grad. `draws`: layers that draw
+    random numbers in training, and the number behind the last where the loss does; it may grow.
+    """
 
     placement: Placement
     split: tuple[int, ...]

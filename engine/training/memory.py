@@ -22,8 +22,11 @@ from engine.pipeline.updates.norms import Update
 
 
 class StaticMemory:
-    """`divided`: the optimizer's work is; each rank is then handed the gradients of its own part only, but its
-    backwards have made them all."""
+    """Bytes of parameters, gradients, buckets and optimizer state of one rank.
+
+    `divided`: the optimizer's work is. Each rank is then handed the gradients of its own part only, but its backwards
+    have made them all.
+    """
 
     def __init__(
         self, stages: Iterable[Stage], reducers: Iterable[Reducer], updates: Iterable[Update], divided: bool

@@ -211,8 +211,11 @@ class Worker(Observer):
         self._unsent = send
 
     def _layers(self, lasted: dict[int, int]) -> npt.NDArray[np.int64]:
-        """Of each layer here, where the step was traced: its number, ns of its forwards, bytes that a micro-batch
-        leaves there, bytes of its parameters; the number after the last is the loss: [n, 4]."""
+        """A line for each layer here, where the step was traced: [n, 4].
+
+        Its number (the one after the last is the loss), ns of its forwards, bytes that a micro-batch leaves there, and
+        bytes of its parameters.
+        """
         rows = []
         for stage in self.stages.values() if lasted else ():
             kept = stage.saved_by_layer()

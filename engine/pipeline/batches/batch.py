@@ -108,6 +108,7 @@ class GlobalCount:
         return lambda: None
 
     def __call__(self) -> float:
+        """The sum over replicas; waits for it the first time."""
         if self._wait is not None:
             start = self._tracer.mark()
             self._wait()

@@ -39,6 +39,7 @@ class Holdings:
         self._saved: set[int] = set()
 
     def saving(self) -> AbstractContextManager[Any]:
+        """Around the forward: note what autograd saves for the backward."""
         return torch.autograd.graph.saved_tensors_hooks(self._see, lambda tensor: tensor)
 
     def _see(self, tensor: Tensor) -> Tensor:
@@ -92,8 +93,11 @@ def check_changes(
 
 
 def check_synchronised(modules: Sequence[nn.Module], names: Sequence[str], compute: Program, replicas: int) -> None:
-    """Refuse BatchNorm over all replicas where there are more than one, or two copies of a stage: it looks for them in
-    a default process group, of which there is none, and would silently normalise over its own samples."""
+    """Refuse nn.SyncBatchNorm where a stage has copies, over replicas or within a pipeline.
+
+    It looks for them in a default process group, of which there is none, and would silently normalise over its own
+    samples.
+    """
     if replicas * compute.placement.copies == 1:
         return
     for name, module in zip(names, modules, strict=True):

@@ -196,7 +196,7 @@ _OPENED = {hiding: _opened(hiding) for hiding in (F.multi_head_attention_forward
 
 
 def _routable(weight: Tensor, bias: Tensor | None) -> bool:
-    """Real leaves, of which the weight is trained. (Under vmap and the like a leaf is more than it seems.)"""
+    """Whether both are real leaves, and the weight is trained. Under vmap and the like a leaf is more than it seems."""
     leaves = weight.is_leaf and weight.requires_grad and (bias is None or bias.is_leaf)
     return leaves and not weight.is_complex() and not torch._C._are_functorch_transforms_active()
 

@@ -56,8 +56,11 @@ class UpdateRules:
 
 @dataclass(frozen=True)
 class Numbering:
-    """Where parameters stand in the whole model. `trainable[i]`: parameter tensors of layer i that require grad;
-    `split[s]`: the first layer of stage s; `dtype`: the parameters'."""
+    """Where parameters stand in the whole model.
+
+    `trainable[i]`: parameter tensors of layer i that require grad; `split[s]`: the first layer of stage s; `dtype`: the
+    parameters'.
+    """
 
     placement: Placement
     split: tuple[int, ...]
