@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -39,13 +39,6 @@ from engine.pipeline.updates.updater import BUCKET_BYTES, UpdateRules
 from engine.plan.schedules import SCHEDULES
 from engine.targets import check_arguments
 from engine.telemetry.position import place_of
-
-
-class Ran(NamedTuple):
-    """A step on this rank: loss sums of the micro-batches whose loss is computed here, and what they count."""
-
-    losses: list[float]
-    counted: float
 
 
 class Pipeline(Runner):

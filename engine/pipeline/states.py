@@ -20,7 +20,10 @@ MOST_NAMED = 5
 
 
 class WholeState:
-    """As the rank that holds `stages` sees it. Channels between any two ranks are opened when they are first needed."""
+    """The state of the whole model: gathered on every rank, and loaded into the `stages` of this one.
+
+    Channels between any two ranks are opened when they are first needed.
+    """
 
     def __init__(self, stages: Mapping[int, Stage], placement: Placement, transport: Transport, label: str) -> None:
         self._stages, self._placement, self._transport, self._label = stages, placement, transport, f"{label}state"

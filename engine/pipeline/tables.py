@@ -57,7 +57,7 @@ class Tables(ABC):
 
 
 class JobTables(Tables):
-    """Those of a job."""
+    """Tables of a job: proven before its workers start."""
 
     def __init__(self, job: Job) -> None:
         self.placement, self.split = job.placement, job.split
@@ -81,7 +81,7 @@ class JobTables(Tables):
 
 
 class FoundTables(Tables):
-    """Those of `engine.Pipeline`, found from its layers.
+    """Tables of `engine.Pipeline`, found from its layers and batches.
 
     `split` names the layers that begin stages 1..S-1; None: as even by parameters as can be. ValueError for layers,
     splits and batches that cannot be.

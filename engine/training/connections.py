@@ -28,7 +28,10 @@ PER_END = {"shared_memory": 4, "gloo": 1}  # socket, two event counters, the rin
 
 
 def connections(job: Job) -> Connections:
-    """All of the run's. Where the optimizer is divided, the copies of a stage have a channel between any two."""
+    """Every channel and group of a run.
+
+    Where the optimizer is divided, the copies of a stage have a channel between any two.
+    """
     settings = job.settings
     programs = [*job.steps.values(), *job.streams.values(), *job.evaluations.values()]
     kind_of, edges_of = partial(collective_of, settings), partial(_reduction_edges, job)

@@ -36,7 +36,7 @@ class StaticMemory:
         self._gradients = 0
 
     def before_update(self) -> None:
-        """The gradients are complete."""
+        """Count the gradients; call when they are complete."""
         own = [p for module in self._layers for p in module.parameters()]
         if self._divided:
             self._gradients = sum(p.nbytes for p in own if p.requires_grad)

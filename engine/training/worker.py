@@ -107,7 +107,7 @@ class Worker(Observer):
         )  # fmt: skip
 
     def run(self) -> None:
-        """All steps, and the evaluations between and after them."""
+        """Run all steps, and the evaluations between and after them."""
         hello = {"rank": self.world_rank, "pid": os.getpid(), "device": str(self.device)}
         self.post(encode("ready", hello | {"threads": torch.get_num_threads()}))
         self._compare_clocks()
@@ -254,7 +254,7 @@ class Worker(Observer):
     # -- what the pipeline tells and asks ---------------------------------------------------------------------------
 
     def before_update(self) -> None:
-        """Keep what is to be reported of the gradients."""
+        """Note the norm and the bytes of the gradients, for the records."""
         if self._memory is not None:
             self._memory.before_update()
         self._local_norm = self.pipeline.updater.clip_norms.local()

@@ -104,7 +104,7 @@ class GlobalCount:
 
     @staticmethod
     def alone(total: torch.Tensor) -> Callable[[], None]:
-        """For `start`: nothing is summed."""
+        """A `start` for replicas that count by themselves: it sums nothing."""
         return lambda: None
 
     def __call__(self) -> float:

@@ -47,7 +47,7 @@ class Holdings:
         return tensor
 
     def changes(self, written: Mapping[int, Tensor]) -> Changes:
-        """`written`: the memory that operators have written to since."""
+        """What the forward has changed; `written` is the memory that operators have written to since."""
         touched = [name for name, (_, memory) in self._memory.items() if memory in written]
         moved = [name for name, (tensor, memory) in self._memory.items() if memory_of(tensor) != memory]
         parameters = [name for name in self._parameters if name in touched or name in moved]
@@ -55,7 +55,7 @@ class Holdings:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """A number for what the tensor lies in, alike for all that lies there; of its own where none is (sparse)."""
+    """A number for the tensor's storage, equal for all views of it; its own where it has none (sparse)."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError, ValueError):
@@ -74,7 +74,7 @@ def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def check_changes(
     changes: Mapping[int, Changes], names: list[str], split: tuple[int, ...], compute: Program, replicas: int
 ) -> None:
-    """Refuse what cannot be right under the run's schedule and replicas; `changes` by layer, of those that have any."""
+    """Raise ValueError for changes that the schedule or replicas would make wrong; `changes` by layer."""
     for layer, found in changes.items():
         stage = max(s for s, first in enumerate(split) if first <= layer)
         if found.parameters and (replicas > 1 or compute.placement.copies > 1 or compute.asynchronous):

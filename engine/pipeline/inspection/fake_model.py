@@ -43,7 +43,10 @@ _PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addm
 
 
 class OperatorLog(TorchDispatchMode):
-    """Notices operators that use a random generator; refuses products that torch lets pass only where they are fake."""
+    """Log of the operators of a fake pass: which draw, and what they write to.
+
+    Products that torch lets pass only where they are fake raise TypeError.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +157,7 @@ class FakeModel:
         training: bool,
         loss: Loss | None,
     ) -> tuple[MessageSpec, ...]:
-        """The same for a fake micro-batch (input, target) that `batch` makes, called under the mode."""
+        """What each stage hands on for a fake micro-batch (input, target), which `batch` makes under FakeTensorMode."""
         ends = {start - 1 for start in split[1:]} | {len(self.modules) - 1}
         specs = []
         tried = None if loss is None else loss.apart(training)

@@ -54,7 +54,7 @@ class _Outgoing:
         self._under_way.append((self.channel.isend(buffer.memory), buffer))
 
     def tidy(self) -> None:
-        """Put aside what is known to be done."""
+        """Take back the buffers of sends that are known to be done."""
         while self._under_way and (self._done < self.acknowledged or self._under_way[0][0].done()):
             self._finish()
 
