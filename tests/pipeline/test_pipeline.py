@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import toys
@@ -452,3 +454,27 @@ def test_a_rank_that_fails_before_it_meets_the_others_ends_the_run() -> None:
         engine.run_threads(3, loop, [])
     with pytest.raises(ValueError, match="ranks=0 must be a whole number"):
         engine.run_threads(0, loop, [])
+
+
+def test_what_the_user_draws_is_left_alone() -> None:
+    """Layers are built, and masks drawn, from seeds of their own; a loop's generators go on as in a plain one."""
+
+    def drawn() -> list[float]:
+        return [float(torch.rand(())), float(np.random.rand()), random.random()]
+
+    def seed() -> None:
+        torch.manual_seed(4)
+        np.random.seed(4)
+        random.seed(4)
+
+    seed()
+    expected = [drawn() for _ in range(3)]
+    seed()
+    layers = [(name, lambda make=make: make().double()) for name, make in toys.mlp4(6, 3, p=0.5)]
+    piped = engine.Pipeline(layers, nn.functional.cross_entropy, microbatches=2)
+    found = [drawn()]
+    piped.step(batches([4])[0])
+    found.append(drawn())
+    piped.evaluate(batches([4])[0])
+    assert [*found, drawn()] == expected
+    assert {0, 1, 2} <= piped.tables.draws
