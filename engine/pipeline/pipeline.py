@@ -31,7 +31,7 @@ from engine.pipeline.batches.window import Window
 from engine.pipeline.dtypes import to_device
 from engine.pipeline.layers import Given, layers_of
 from engine.pipeline.losses import Loss, make_loss
-from engine.pipeline.prepared import Prepared, prepare_alone
+from engine.pipeline.prepared import Prepared, device_in, prepare_alone
 from engine.pipeline.runner import Context, Runner, forward_context
 from engine.pipeline.seeds import undisturbed
 from engine.pipeline.stage.overlap import ARGUMENTS, Overlap
@@ -100,7 +100,7 @@ class Pipeline(Runner):
             check_arguments(overlap, ARGUMENTS, "overlap")
         if prepared is None:
             world = current()
-            device = world.transport.device if device is None else device
+            device = device_in(world, device)
         on = torch.device(device or "cpu")
         within = forward_context(autocast, on)
         with undisturbed(on) if prepared is None else nullcontext():

@@ -13,10 +13,14 @@ import torch
 import toys
 from program_strategies import EVERY
 from torch import Tensor, nn
+from torch.distributed import HashStore
+from workers import RUNS
 
 import engine
+from engine.distributed.world import World, bind
 from engine.plan.features import COPIES, SPLIT, features
 from engine.plan.schedules import SCHEDULES, build
+from engine.transport import Transport
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 SYNCHRONOUS = [name for name in EVERY if set(features(build(name, 4, 8))) <= {SPLIT, COPIES}]
@@ -431,6 +435,39 @@ class Breaks(nn.Module):
         if type(x).__name__ != "FakeTensor":
             raise ArithmeticError("the toy fails as asked")
         return x
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+def test_other_transports_carry_the_same(transport: str) -> None:
+    """As under torchrun, where a GPU is refused to ranks that are connected between CPUs."""
+    data, store = batches([8, 5], tokens=3), HashStore()
+    loss = toys.TokenLoss()
+    net = model()
+
+    def mean(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
+
+    expected = train(net, plain_step(net, mean), lambda most: nn.utils.clip_grad_norm_(net.parameters(), most), data)
+    made = [model() for _ in range(4)]
+
+    def main(end: Transport) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+        world = World(end, store)
+        bind(lambda: world)
+        try:
+            with pytest.raises(ValueError, match="device=cuda, but the ranks are connected for cpu"):
+                engine.Pipeline(made[end.rank], loss, device="cuda")
+            piped = engine.Pipeline(made[end.rank], loss, schedule="1f1b", microbatches=2, replicas=2)
+            shares = [share(batch, piped.replica, 2) for batch in data]
+            found = train(piped, piped.step, piped.clip_grad_norm_, shares)
+            state = piped.state_dict()
+            piped.close()
+            return found, state
+        finally:
+            bind(None)
+
+    for found, state in RUNS[transport](4, main):
+        assert found == [pytest.approx(each, rel=1e-9) for each in expected]
+        close(state, net.state_dict())
 
 
 def test_the_first_true_error_says_where_it_was() -> None:
