@@ -21,6 +21,8 @@ def test_each_thread_is_a_rank_of_its_own() -> None:
 
     assert engine.run_threads(3, loop, 10) == [(10 + rank, 3, f"rank {rank}") for rank in range(3)]
     assert engine.run_threads(1, engine.size) == [1]
+    with pytest.raises(ValueError, match="within engine.run_threads.* ranks have joined"):
+        engine.run_threads(2, engine.init)
     before = threading.active_count()
     engine.run_threads(3, engine.rank)
     assert threading.active_count() == before
