@@ -21,7 +21,7 @@ def test_each_thread_is_a_rank_of_its_own() -> None:
 
     assert engine.run_threads(3, loop, 10) == [(10 + rank, 3, f"rank {rank}") for rank in range(3)]
     assert engine.run_threads(1, engine.size) == [1]
-    with pytest.raises(ValueError, match="within engine.run_threads.* ranks have joined"):
+    with pytest.raises(ValueError, match=r"within engine.run_threads.* ranks have joined"):
         engine.run_threads(2, engine.init)
     before = threading.active_count()
     engine.run_threads(3, engine.rank)
@@ -77,3 +77,16 @@ def test_whoever_waits_for_a_rank_that_failed_is_freed() -> None:
     with pytest.raises(ArithmeticError, match="out of luck"):
         engine.run_threads(3, loop)
     assert freed == [PeerLost, PeerLost]
+
+
+def test_a_rank_that_ends_without_the_others_is_named() -> None:
+    begun: list[str] = []
+
+    def loop() -> None:
+        begun.append(threading.current_thread().name)
+        if len(begun) != 2:
+            engine.rank()
+
+    with pytest.raises(PeerLost, match="ended before it met the others") as raised:
+        engine.run_threads(3, loop)
+    assert raised.value.peer == 1
