@@ -1,8 +1,8 @@
 """A pipeline-parallel training engine: schedules as data, proven before they run, measured while they run.
 
 For a training loop of one's own there are `engine.Pipeline` (a model over several ranks) and the names of
-`engine.distributed` (data parallelism). They are loaded when they are first asked for: a refusal of the command line
-does not wait for torch.
+`engine.distributed` (data parallelism). They are loaded at first use, so that the command line can refuse a mistake
+without importing torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from engine.pipeline.pipeline import Pipeline
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Compression",
     "DistributedOptimizer",

@@ -1,4 +1,4 @@
-"""`python -m engine key=value ...`: see engine.cli. Workers import this module too, so importing it does nothing."""
+"""`python -m engine key=value ...`, see engine.cli; importing this module does nothing, since workers import it too."""
 
 import atexit
 import contextlib
@@ -12,6 +12,7 @@ from engine.errors import Interrupted
 from engine.launch import interrupt
 
 LEAVE_GRACE_S = 5.0  # for threads that the user's code left running in this process
+POOL_GRACE_S = 30.0  # where joblib's launcher has a pool of processes, which its own thread sees to their end
 
 
 def leave(code: int) -> NoReturn:
@@ -23,7 +24,8 @@ def leave(code: int) -> NoReturn:
     if supervise := sys.modules.get("engine.launch.supervise"):  # else there is nothing to end
         supervise.cool_down()
     gc.freeze()  # at its end Python collects garbage several times, which takes seconds with torch's objects
-    timer = threading.Timer(LEAVE_GRACE_S, _break_off, (code,))
+    pool = "joblib.externals.loky.process_executor" in sys.modules
+    timer = threading.Timer(POOL_GRACE_S if pool else LEAVE_GRACE_S, _break_off, (code,))
     timer.daemon = True
     timer.start()
     sys.exit(code)
@@ -46,7 +48,7 @@ def _break_off(code: int) -> None:
 
 
 def run() -> int:
-    """Import the command line, which takes a moment in which Ctrl-C means what it does later, and run it."""
+    """Run the command line; Ctrl-C during its import ends it as it does later. Return the exit code."""
     try:
         with interrupt.raising():
             from engine.cli.main import main

@@ -1,4 +1,4 @@
-"""Which of the values given to a function is not what its signature says: words for what an exception leaves unsaid.
+"""Find the argument of a failed call that is not of its annotated type.
 
 `TypeError: '<' not supported between instances of 'str' and 'int'` names neither the key nor the value. Annotations do,
 but they are promises that nobody keeps to the letter, so they are asked only once something has failed.
@@ -18,8 +18,9 @@ _LISTS = (list, tuple, Sequence)
 
 
 def misfit(target: Callable[..., Any], given: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first key of `given` whose value its parameter of `target` is not annotated for, and words for what is taken
-    instead; None where all fit.
+    """Return the first key of `given` whose value does not fit its annotation, and words for what does.
+
+    None where all values fit.
 
     Without an annotation the default's type counts. `given` is plain data; what describes objects is left out.
     """
@@ -33,7 +34,7 @@ def misfit(target: Callable[..., Any], given: Mapping[str, Any]) -> tuple[str, s
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether plain data is of an annotated type; also where that cannot be told."""
+    """Return whether plain data is of an annotated type; True where that cannot be told."""
     kind = get_origin(hint) or hint
     if kind in (Union, UnionType):
         return any(fits(value, each) for each in get_args(hint))
@@ -52,7 +53,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def words(hint: Any) -> str:
-    """What a user can give for an annotation; empty where that is nothing plain."""
+    """Return words for the plain values of an annotation, such as "a whole number"; empty where there are none."""
     kind = get_origin(hint) or hint
     if kind in (Union, UnionType):
         return " or ".join(dict.fromkeys(filter(None, map(words, get_args(hint)))))
@@ -66,7 +67,7 @@ def words(hint: Any) -> str:
 
 
 def plain(value: Any) -> str:
-    """As it is written in the configuration."""
+    """Return a value as a user writes it in the configuration."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(plain, value))}]"
     other = {"default": lambda value: type(value).__qualname__, "skipkeys": True}
@@ -77,12 +78,12 @@ _PLURAL = {WORDS[int], WORDS[float], WORDS[str]}
 
 
 def _items(hint: Any) -> list[Any]:
-    """What the items of an annotated list may be: each of these, in one word where they are alike."""
+    """Return the types that an annotated list may hold, each once."""
     return list(dict.fromkeys(each for each in get_args(hint) if each is not Ellipsis))
 
 
 def _parameters(target: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Name, annotation (`Any` where there is none) and default of each parameter."""
+    """Yield name, annotation (`Any` where there is none) and default of each parameter."""
     hints: dict[str, Any] = {}
     with suppress(Exception):  # annotations are user code
         hints = get_type_hints(target.__init__ if inspect.isclass(target) else target)

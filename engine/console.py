@@ -1,4 +1,4 @@
-"""What is printed, whatever became of the terminal: a run does not depend on anybody who reads its output.
+"""Standard output that never fails: a run goes on when the reader of its output has gone.
 
 A reader that has gone (`| head -1`, a closed terminal) makes every write fail. Training that took hours must not end
 for that: the output goes nowhere from then on, and everything stays in the run folder. So do characters that the
@@ -22,6 +22,7 @@ class Forgiving:
         self._stream = stream
 
     def write(self, text: str) -> int:
+        """Write `text`; return how many characters were taken, all of them where the stream has failed."""
         try:
             return self._stream.write(text)
         except OSError:
@@ -29,6 +30,7 @@ class Forgiving:
             return len(text)
 
     def flush(self) -> None:
+        """Flush the stream; a failure makes it lead nowhere instead of raising."""
         try:
             self._stream.flush()
         except OSError:
@@ -38,7 +40,7 @@ class Forgiving:
         return getattr(self._stream, name)
 
     def _leave(self) -> None:
-        """Also for what the stream still holds back, which the interpreter would write at its end."""
+        """Point the file descriptor to /dev/null, so that buffered text that is written later does not fail either."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
@@ -46,7 +48,7 @@ class Forgiving:
 
 @contextmanager
 def forgiving() -> Iterator[None]:
-    """Let standard output and standard error of this process be forgiving; as they were afterwards."""
+    """Make standard output and standard error of this process never fail while the context lasts."""
     _open_standard_files()
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_forgiving(stream) for stream in before)
@@ -59,14 +61,14 @@ def forgiving() -> Iterator[None]:
 
 
 def _forgiving(stream: TextIO | None) -> Any:
-    """Python has None for a stream that was closed before the start (`>&-`)."""
+    """Wrap a stream, or /dev/null where it was closed before the start (`>&-`), for which Python has None."""
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="backslashreplace")
     return Forgiving(stream or open(os.devnull, "w", encoding="utf-8"))  # noqa: PTH123  # open to the end
 
 
 def _open_standard_files() -> None:
-    """A number below 3 that is not open would go to the next file or socket, and to whoever prints there."""
+    """Open /dev/null for each closed descriptor below 3; the next file or socket would get that number, and prints."""
     for number in range(3):
         try:
             os.fstat(number)

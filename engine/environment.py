@@ -1,4 +1,4 @@
-"""What the surroundings of this process say: who started it, and how many cores it may use. Without torch."""
+"""The environment of this process: its launcher, cores, open files and temporary folders. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 
 
 def joined(env: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher started this process as one rank of several."""
+    """Return whether a launcher such as torchrun started this process as one rank of several."""
     return all(env.get(name) for name in LAUNCHER)
 
 
 def check_launcher() -> None:
-    """ValueError where a launcher's variables are there in part only, or say what cannot be."""
+    """Raise ValueError where a launcher's environment variables are incomplete or out of range."""
     given = [name for name in LAUNCHER if os.environ.get(name)]
     missing = [name for name in LAUNCHER if name not in given]
     if missing and {"RANK", "WORLD_SIZE"} & {*given}:  # the address alone is in many an environment
@@ -67,17 +67,17 @@ def _shown(*names: str) -> str:
 
 
 def attempt() -> int:
-    """How often the launcher has started this host's ranks anew (torchrun --max-restarts)."""
+    """Return how often the launcher has restarted this host's ranks (torchrun --max-restarts)."""
     return int(os.environ.get(_ATTEMPT) or "0")
 
 
 def run_id() -> str:
-    """The launcher's name of the run; empty where it has none."""
+    """Return the launcher's name of the run; empty where it has none."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def tasks_here(env: Mapping[str, str] = os.environ) -> int:
-    """How many ranks a launcher has started on this host, as it says: torchrun, or Slurm; 1 where neither does."""
+    """Return how many ranks torchrun or Slurm started on this host; 1 where neither says."""
     if "LOCAL_WORLD_SIZE" in env:
         return int(env["LOCAL_WORLD_SIZE"])
     if env.get("SLURM_NTASKS_PER_NODE", "").isdecimal():
@@ -90,24 +90,23 @@ def tasks_here(env: Mapping[str, str] = os.environ) -> int:
 
 
 class Seat(NamedTuple):
-    """A rank's place on its host: its number there, how many ranks are there, and whether each sees a GPU of its own
-    only."""
+    """A rank's place on its host: its number there, the ranks there, and whether each sees its own GPU only."""
 
     local: int
     ranks: int
     alone: bool
 
     def enough(self, gpus: int) -> bool:
-        """Whether every rank of the host finds a GPU, this one seeing so many."""
+        """Return whether every rank of the host finds a GPU, where this one sees `gpus`."""
         return gpus >= (1 if self.alone else self.ranks)
 
     def gpu(self, gpus: int) -> int:
-        """The GPU that the rank takes, of so many that it sees."""
+        """Return the index of the GPU that the rank takes, of the `gpus` that it sees."""
         return 0 if self.alone else self.local % gpus
 
 
 def seat_of(rank: int, world: int, env: Mapping[str, str], gpus: int) -> Seat:
-    """The seat of a rank that is a process: one that a launcher started, or else one of this host's `world`."""
+    """Return the seat of a rank that is a process, started by a launcher or one of this host's `world`."""
     if not joined(env):
         return Seat(rank, world, False)
     here = tasks_here(env)
@@ -117,23 +116,23 @@ def seat_of(rank: int, world: int, env: Mapping[str, str], gpus: int) -> Seat:
 
 
 def launched_world() -> int:
-    """How many ranks the launcher started."""
+    """Return how many ranks the launcher started on all hosts."""
     return int(os.environ["WORLD_SIZE"])
 
 
 def one_host() -> bool:
-    """Whether all ranks of the run are on this host: always, unless a launcher says otherwise."""
+    """Return whether all ranks of the run are on this host."""
     return not joined() or os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ["WORLD_SIZE"]
 
 
 def open_files() -> float:
-    """How many files this process may have open at once (`ulimit -n`); infinity where there is no limit."""
+    """Return how many files this process may have open at once (`ulimit -n`); infinity where there is no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return math.inf if soft == resource.RLIM_INFINITY else soft
 
 
 def keep_sockets_short() -> None:
-    """Let multiprocessing put its Unix sockets where their paths fit, should TMPDIR name a folder too deep for them.
+    """Move multiprocessing's Unix sockets to a folder with a short path where TMPDIR's path is too long.
 
     The folder has mode 0700 and goes with this process; child processes use it as well. ValueError where there is none.
     """
@@ -159,9 +158,9 @@ def keep_sockets_short() -> None:
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[str]:
-    """A new folder that no other user can enter (mode 0700), in memory where that can be; removed at the end.
+    """Create a folder that no other user can enter (mode 0700), and remove it at the end of the context.
 
-    Else it lies beside multiprocessing's sockets.
+    It lies in memory where there is room, else beside multiprocessing's sockets.
     """
     from multiprocessing import util
 
@@ -178,7 +177,7 @@ def private_folder() -> Iterator[str]:
 
 
 def inherited_files() -> int:
-    """How many files beside its three streams this process was started with; Python's own are not handed on."""
+    """Return how many files this process inherited beside its three standard streams."""
     count = 0
     folder = Path("/proc/self/fd")
     for each in [*folder.iterdir()] if folder.is_dir() else []:
@@ -188,10 +187,10 @@ def inherited_files() -> int:
 
 
 def cores() -> int:
-    """Processor cores this process may use."""
+    """Return the number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def ranks_per_host(world: int) -> int:
-    """How many of the run's ranks are on each host, as the launcher says; all of them where there is none."""
+    """Return how many of the run's `world` ranks are on each host, as the launcher says."""
     return tasks_here() if joined() else world

@@ -1,4 +1,4 @@
-"""What user code raises, in words that can always be said and sent.
+"""Safe formatting of any exception that user code raises.
 
 A message is made by the exception's own `__str__`, which may fail, never end, or give what no file can hold. Whatever
 it does, the type and the place of the error must not be lost.
@@ -14,7 +14,7 @@ MOST_CHARACTERS = 20_000
 
 
 class ExhaustedError(OSError):
-    """Something of the system's has run out: the message names it, and where it happened says no more."""
+    """A resource of the system has run out; the message names it, and no traceback is needed."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -26,11 +26,12 @@ class Interrupted(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
+        """128 + the signal's number, as shells count."""
         return 128 + self.signum
 
 
 def message_of(error: BaseException) -> str:
-    """What the exception says; never empty, and never raises."""
+    """Return the message of an exception; never empty, and never raises."""
     try:
         text = str(error)
     except BaseException as inner:  # noqa: BLE001  # `__str__` is user code as well
@@ -39,23 +40,23 @@ def message_of(error: BaseException) -> str:
 
 
 def said(error: BaseException) -> str:
-    """`Type: message`."""
+    """Return `Type: message`; never raises."""
     return f"{type(error).__name__}: {message_of(error)}"
 
 
 def cause(error: BaseException) -> str:
-    """What is said of an error that is handed on: a ValueError is a refusal in words, of others the type tells too."""
+    """Return the message of a ValueError, which is a refusal in words, and `Type: message` of any other error."""
     return message_of(error) if isinstance(error, ValueError) else said(error)
 
 
 def a_type(value: object) -> str:
-    """The type of a value, with its article: `a list`, `an int`, `None`."""
+    """Return the type of a value with its article: `a list`, `an int`, `None`."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def printable(text: str, most: int = MOST_CHARACTERS) -> str:
-    """Text that can be written anywhere: lone surrogates spelt out, and not without end."""
+    """Return text that any file can hold: lone surrogates escaped, and the middle cut out beyond `most` characters."""
     text = text.encode(errors="backslashreplace").decode()
     if len(text) <= most:
         return text
@@ -64,7 +65,7 @@ def printable(text: str, most: int = MOST_CHARACTERS) -> str:
 
 @contextmanager
 def refusing(say: Callable[[BaseException], str], *but: type[BaseException]) -> Iterator[None]:
-    """Around user code: whatever it raises becomes `ValueError(say(error))`, but for the types `but`.
+    """Turn whatever user code in the context raises into `ValueError(say(error))`, except the types `but`.
 
     That includes SystemExit, and a KeyboardInterrupt that the code raised itself. The one that a signal causes passes.
     """

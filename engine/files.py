@@ -1,4 +1,4 @@
-"""Files of a run folder: never seen half-written, and a folder that takes no more is told from every other error.
+"""Atomic file writes into a run folder; UnwritableError when the disk is full or the folder is gone.
 
 A file is written aside in the same folder, then renamed.
 """
@@ -26,7 +26,7 @@ class UnwritableError(Exception):
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Around whatever writes `path`: UnwritableError instead of an OSError."""
+    """Raise UnwritableError instead of an OSError in the context, which writes `path`."""
     try:
         yield
     except OSError as error:
@@ -34,7 +34,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace `path` by `content`. Raises UnwritableError."""
+    """Write `content` to `path` atomically, replacing what is there. Raises UnwritableError."""
     aside = path.with_name(
         f".{path.name}.{os.getpid()}.part"
     )  # jobs that run at the same time renew the same files of a sweep
@@ -49,16 +49,17 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_text(path: Path, content: str) -> None:
+    """Write `content` in UTF-8 to `path` atomically. Raises UnwritableError."""
     write_bytes(path, content.encode())
 
 
 def write_json(path: Path, content: object) -> None:
-    """Strict JSON: a number that is not finite becomes null, since JSON has no word for it."""
+    """Write strict JSON atomically; a number that is not finite becomes null. Raises UnwritableError."""
     write_text(path, json.dumps(_finite(content), indent=1, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in such a file; None where there is none that can be read."""
+    """Return the JSON object in a file; None where there is none that can be read."""
     try:
         content = json.loads(path.read_text(errors="replace"))
     except (OSError, ValueError, RecursionError):

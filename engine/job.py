@@ -16,7 +16,7 @@ from engine.settings import Settings
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that crosses a boundary. `dtype` without the `torch.` prefix; strides in elements."""
+    """A tensor that crosses a stage boundary. `dtype` has no `torch.` prefix; strides are in elements."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -26,10 +26,10 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class MessageSpec:
-    """A nesting of tensors that crosses a boundary, without the tensors.
+    """The nested tensors of one message between stages.
 
-    `form` is its structure (`pipeline/messages/nesting.py`), `leaves` are a TensorSpec for each tensor and constants as
-    they are, in order.
+    `form` is the structure (`pipeline/messages/nesting.py`). `leaves` has a TensorSpec for each tensor, and constants
+    as they are, in order.
     """
 
     form: Any
@@ -37,12 +37,13 @@ class MessageSpec:
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
+        """The leaves that are tensors, in order."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorSpec))
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of the model: found out once by the parent under FakeTensorMode."""
+    """One layer of the model, as the parent measured it once under FakeTensorMode."""
 
     name: str
     parameters: int  # elements
@@ -53,9 +54,12 @@ class Layer:
 
 @dataclass(frozen=True)
 class Job:
-    """`boundaries[(mode, rows)]`: what stage s sends to s+1 for a micro-batch of `rows` samples, for s = 0..S-2, and
-    at S-1 the model's output; mode is "train" or "eval". An asynchronous schedule has `windows` and `streams` instead
-    of `steps` and `passes`; `compute` is then the program of its first window."""
+    """Everything that a worker needs to know to run: settings, verified programs, split, message tables.
+
+    `boundaries[(mode, rows)]`: what stage s sends to s+1 for a micro-batch of `rows` samples, for s = 0..S-2, and at
+    S-1 the model's output; mode is "train" or "eval". An asynchronous schedule has `windows` and `streams` instead of
+    `steps` and `passes`; `compute` is then the program of its first window.
+    """
 
     settings: Settings
     placement: Placement
@@ -76,16 +80,18 @@ class Job:
 
     @property
     def microbatches(self) -> int:
-        """Micro-batches of a pass, where there are enough samples; of an update, where the schedule is asynchronous."""
+        """Micro-batches of a full pass; of an update, where the schedule is asynchronous."""
         settings = self.settings
         return SCHEDULES[settings.schedule["name"]].per_update(settings.pipeline.microbatches)
 
     @property
     def ranks(self) -> int:
+        """P, the ranks of one pipeline."""
         return self.placement.ranks
 
     @property
     def replicas(self) -> int:
+        """R, the copies of the pipeline."""
         return self.settings.data_parallel.replicas
 
     @property
@@ -95,4 +101,5 @@ class Job:
 
     @property
     def world(self) -> int:
+        """The number of ranks over all replicas, P x R."""
         return self.ranks * self.replicas

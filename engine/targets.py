@@ -33,7 +33,7 @@ _MARKS = ("_target_", "_partial_", "_args_")
 
 
 def named(value: Any, at: str = "") -> dict[str, Any]:
-    """Every `_target_` in plain data, by its dotted path."""
+    """Return every `_target_` in plain data, by its dotted path."""
     items: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Mapping):
         items = ((f"{at}.{key}" if at else str(key), item) for key, item in value.items())
@@ -46,7 +46,7 @@ def named(value: Any, at: str = "") -> dict[str, Any]:
 
 
 def prepare_import_path(start_dir: str) -> None:
-    """Let `_target_`s name what lies in the folder the program was started from. Calling it again changes nothing.
+    """Put the folder that the program was started from on the import path, for `_target_`s. Idempotent.
 
     `models` stays the package beside `engine`, whatever the folder holds; the modules of a `models` folder there are
     added to it, behind ours. From any thread: ranks may be threads, and what is changed here belongs to the process.
@@ -63,7 +63,7 @@ def prepare_import_path(start_dir: str) -> None:
 
 
 def _our_models() -> ModuleType:
-    """The package `models` beside `engine`, imported under that name."""
+    """Import the package `models` beside `engine` under that name."""
     present = sys.modules.get("models")
     if present is not None and Path(present.__file__ or ".").resolve().parent == OURS:
         return present
@@ -82,7 +82,7 @@ def _our_models() -> ModuleType:
 
 
 def locate(path: str, where: str = "") -> Any:
-    """The object at a dotted path. `where`: the section that names it, for messages.
+    """Import and return the object at a dotted path. `where`: the section that names it, for messages.
 
     Raises ValueError that begins with the cause: no such module, what a module raised while it was imported, or no
     such name in it.
@@ -165,7 +165,7 @@ def check_keywords(
 
 
 def required(target: Callable[..., Any], positional: int = 0) -> list[str]:
-    """Names of what `target` must still be given beside `positional` arguments; none where it has no signature."""
+    """Return the names of required parameters behind `positional` arguments; none where there is no signature."""
     return [p.name for p in (_parameters(target) or [])[positional:] if _is_required(p)]
 
 
@@ -196,7 +196,7 @@ def _check_known(
 
 
 def name_of(target: Callable[..., Any]) -> str:
-    """Its dotted path, for messages."""
+    """Return the dotted path of a callable, for messages."""
     module = getattr(target, "__module__", None)
     name = getattr(target, "__qualname__", repr(target))
     return f"{module}.{name}" if module else name
@@ -206,7 +206,9 @@ def name_of(target: Callable[..., Any]) -> str:
 
 
 def build(config: Mapping[str, Any], *args: Any, where: str, **extra: Any) -> Any:
-    """What the section `where` describes. `args` come before its own `_args_`, `extra` before its own keywords.
+    """Build what the section `where` describes: call its `_target_` with its keywords.
+
+    `args` come before its own `_args_`; `extra` replaces its own keywords.
 
     Raises ValueError for a path, a keyword or a value that does not fit; the cause is first in its message.
     """
@@ -231,7 +233,7 @@ def build(config: Mapping[str, Any], *args: Any, where: str, **extra: Any) -> An
 
 @contextmanager
 def blaming(config: Mapping[str, Any], where: str) -> Iterator[None]:
-    """Around what is made of the section `where`: a refusal there begins with the value that is to blame, if one is.
+    """Let a ValueError in the context begin with the value of the section `where` that is of a wrong type, if any.
 
     That is the first which is not of the type that the signature of its `_target_` says. A model's layers and an
     optimizer's steps come later than the call that was given it.
@@ -249,7 +251,7 @@ def blaming(config: Mapping[str, Any], where: str) -> Iterator[None]:
 
 
 def build_function(config: Mapping[str, Any], arguments: int, where: str) -> Any:
-    """What a section stands for that describes a function of so many `arguments`.
+    """Build a function of so many `arguments` from its section.
 
     A `_target_` that is a function still in need of so many is that function, with the section's keywords bound;
     anything else is called to get it.
@@ -263,7 +265,7 @@ def build_function(config: Mapping[str, Any], arguments: int, where: str) -> Any
 
 
 def check_arguments(function: Any, names: Sequence[str], where: str) -> None:
-    """Raise ValueError unless `function` can be called with so many positional arguments; `names` are what they are."""
+    """Raise ValueError unless `function` takes the positional arguments `names`."""
     wanted = f"a function of ({', '.join(names)})"
     if not callable(function):
         raise ValueError(f"{where} gives {a_type(function)}, which cannot be called; give {wanted}")
@@ -276,7 +278,7 @@ def check_arguments(function: Any, names: Sequence[str], where: str) -> None:
 
 
 def _nested(value: Any, where: str) -> Any:
-    """`value` with every section inside it that has a `_target_` built."""
+    """Return `value` with every section inside it that has a `_target_` built."""
     if isinstance(value, Mapping):
         if "_target_" in value:
             return build(value, where=where)

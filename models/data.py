@@ -1,4 +1,4 @@
-"""Data sets that need no download: map-style, an item is (input, target), the same in every process.
+"""Map-style data sets that need no download; items are (input, target), the same in every process.
 
 digits      scikit-learn's handwritten digits, enlarged        a picture  -> its class
 text        a text folder or file, byte by byte                bytes      -> the bytes that follow them
@@ -56,7 +56,7 @@ class Digits(Dataset[Sample]):
 
 
 def _read_digits() -> tuple[Tensor, Tensor]:
-    """(pictures, float32 [1797, 64]; classes, int64 [1797]) from the file that scikit-learn brings along.
+    """Read scikit-learn's bundled file: pictures, float32 [1797, 64], and classes, int64 [1797].
 
     Importing scikit-learn takes longer than a wrong key may take to be refused; the file alone does not.
     """
@@ -71,7 +71,7 @@ def _read_digits() -> tuple[Tensor, Tensor]:
 
 
 class Text(Dataset[Sample]):
-    """Windows of consecutive bytes: (int64 [context], int64 [context] one byte further). Windows do not overlap.
+    """Windows of consecutive bytes that do not overlap: (int64 [context], int64 [context] one byte further).
 
     `path`: a file, or a folder whose files are joined in the order of their paths (hidden ones left out), relative to
     the folder the program was started from; None takes the modules of Python's own standard library. At most
@@ -139,7 +139,7 @@ def _text_files(path: str | None) -> list[Path]:
 
 
 class Synthetic(Dataset[Sample]):
-    """Samples that can be learnt: the pattern of a class, and half as much of another one, drawn per index.
+    """Random samples that can be learnt: the pattern of a class, and up to half as much of another one.
 
     Item: (`dtype` [*shape], class as int64), or where `classes` is None, (`dtype` [*shape], `dtype` [1]): how much of
     the first pattern is in it. Everything follows from `seed`, and a longer data set begins with the shorter one. The

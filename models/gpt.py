@@ -1,5 +1,6 @@
-"""A decoder-only transformer with layer norms before its branches: Radford et al., "Language Models are Unsupervised
-Multitask Learners" (GPT-2), and the loss of predicting the next token.
+"""A decoder-only transformer with pre-normalisation (GPT-2), and the loss of predicting the next token.
+
+Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def _linear(inputs: int, outputs: int, spread: float = _SPREAD, bias: bool = Tru
 
 
 def _dropout(p: float) -> nn.Module:
-    """Nothing at all where p = 0: such a layer draws no random numbers, and need not be seeded."""
+    """Return dropout, or the identity where p = 0: that draws no random numbers and need not be seeded."""
     return nn.Dropout(p) if p > 0 else nn.Identity()
 
 
@@ -39,6 +40,7 @@ class Embedding(nn.Module):
         self.dropout = _dropout(dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Integers [N, T] -> [N, T, width]; ValueError for floats, and for T above the context."""
         if tokens.is_floating_point():
             raise ValueError(f"samples of {tokens.dtype} are no tokens, which are integers: use data=text, or your own")
         length, context = tokens.shape[1], self.position.num_embeddings
@@ -61,6 +63,7 @@ class Attention(nn.Module):
         self.out = _linear(width, width, spread)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Mix each position with those before it: [N, T, width] -> [N, T, width]."""
         n, t, width = x.shape
         q, k, v = self.qkv(x).view(n, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         p = self.p if self.training else 0.0
@@ -80,6 +83,7 @@ class Block(nn.Module):
         self.dropout = _dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[N, T, width] -> [N, T, width]."""
         x = x + self.dropout(self.attention(self.norm1(x)))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
@@ -93,7 +97,7 @@ def gpt(
     dropout: float = 0.0,
     tied: bool = False,
 ) -> Layers:
-    """Integers [N, T] -> logits [N, T, vocabulary], T at most `context`.
+    """Return the layers of a GPT: integers [N, T] -> logits [N, T, vocabulary], T at most `context`.
 
     Raises ValueError for sizes below 1, where `heads` does not divide `width`, and for `tied` (one matrix as embedding
     and head), which would live on two stages.
@@ -119,16 +123,18 @@ def gpt(
 
 
 class NextTokenLoss:
-    """Cross entropy of logits [N, T, V] and tokens [N, T]: (sum, how many targets are not `ignore_index`)."""
+    """Cross entropy of logits [N, T, V] and tokens [N, T], as (sum, number of targets that are not `ignore_index`)."""
 
     def __init__(self, ignore_index: int = -100) -> None:
         self.ignore_index = ignore_index
 
     def __call__(self, output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        """Return the sum of losses, and the number of targets that it is over."""
         total = F.cross_entropy(
             output.flatten(0, -2), target.flatten(), ignore_index=self.ignore_index, reduction="sum"
         )
         return total, self.count(target)
 
     def count(self, target: Tensor) -> int:
+        """Return the number of targets that are not `ignore_index`."""
         return int((target != self.ignore_index).sum())

@@ -1,4 +1,4 @@
-"""A multilayer perceptron, for any samples of a fixed number of values."""
+"""A multilayer perceptron for samples of a fixed number of values."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ class Hidden(nn.Module):
         self.dropout = nn.Dropout(dropout) if dropout > 0 else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
+        """[N, inputs] -> [N, outputs]."""
         return self.dropout(self.activation(self.linear(x)))
 
 
 class Input(nn.Module):
-    """Pictures and other shapes as vectors. [N, ...] -> [N, features]; ValueError for another number of values."""
+    """Flatten samples: [N, ...] -> [N, features]; ValueError for another number of values."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
         self.features = features
 
     def forward(self, x: Tensor) -> Tensor:
+        """[N, ...] -> [N, features]."""
         flat = x.flatten(1)
         if flat.shape[1] != self.features:
             raise ValueError(
@@ -50,9 +52,10 @@ def mlp(
     dropout: float = 0.0,
     activation: str = "relu",
 ) -> Layers:
-    """[N, ...] with `features` values per sample -> [N, classes], through `depth` hidden layers of width `hidden`.
+    """Return the layers of a perceptron: [N, ...] -> [N, classes] through `depth` hidden layers of width `hidden`.
 
-    Raises ValueError for an unknown activation, a negative depth, an empty layer, or a dropout outside [0, 1).
+    A sample has `features` values in any shape. Raises ValueError for an unknown activation, a negative depth, an empty
+    layer, or a dropout outside [0, 1).
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"model.activation={activation} is not one of {', '.join(ACTIVATIONS)}")

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def in_thread(layers: Sequence[Callable[[Any], Any]], value: Any, backward: Callable[[], None]) -> Any:
-    """The backward in a thread of its own, the layers in this one. An error of either ends both."""
+    """Run the backward in a thread of its own and the layers in this one; an error of either ends both."""
     with ThreadPoolExecutor(1, thread_name_prefix="backward") as thread:
         behind = thread.submit(backward)
         for layer in layers:

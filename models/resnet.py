@@ -17,7 +17,7 @@ Layers = list[tuple[str, Callable[[], nn.Module]]]
 
 
 def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Conv2d:
-    """Without bias, padded to keep the picture's size, He-initialised for its outputs."""
+    """Return a convolution without bias, padded to keep the picture's size, He-initialised for its outputs."""
     module = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
     nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     return module
@@ -54,6 +54,7 @@ class Basic(_Residual):
             nn.init.zeros_(self.bn2.weight)
 
     def branch(self, x: Tensor) -> Tensor:
+        """[N, inputs, H, W] -> [N, width, H / stride, W / stride], before the shortcut is added."""
         return self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
 
 
@@ -72,6 +73,7 @@ class Bottleneck(_Residual):
             nn.init.zeros_(self.bn3.weight)
 
     def branch(self, x: Tensor) -> Tensor:
+        """[N, inputs, H, W] -> [N, 4 * width, H / stride, W / stride], before the shortcut is added."""
         x = self.relu(self.bn1(self.conv1(x)))
         x = self.relu(self.bn2(self.conv2(x)))
         return self.bn3(self.conv3(x))
@@ -105,20 +107,20 @@ def _resnet(
 
 
 def resnet18(classes: int = 1000, width: int = 64, zero_residual: bool = False) -> Layers:
-    """[N, 3, H, W] -> [N, classes]. `width`: channels after the stem; `zero_residual`: see the module."""
+    """Return ResNet-18: [N, 3, H, W] -> [N, classes]. `width`: channels after the stem."""
     return _resnet(Basic, (2, 2, 2, 2), classes, width, zero_residual)
 
 
 def resnet34(classes: int = 1000, width: int = 64, zero_residual: bool = False) -> Layers:
-    """[N, 3, H, W] -> [N, classes]. `width`: channels after the stem; `zero_residual`: see the module."""
+    """Return ResNet-34: [N, 3, H, W] -> [N, classes]. `width`: channels after the stem."""
     return _resnet(Basic, (3, 4, 6, 3), classes, width, zero_residual)
 
 
 def resnet50(classes: int = 1000, width: int = 64, zero_residual: bool = False) -> Layers:
-    """[N, 3, H, W] -> [N, classes]. `width`: channels after the stem; `zero_residual`: see the module."""
+    """Return ResNet-50: [N, 3, H, W] -> [N, classes]. `width`: channels after the stem."""
     return _resnet(Bottleneck, (3, 4, 6, 3), classes, width, zero_residual)
 
 
 def resnet101(classes: int = 1000, width: int = 64, zero_residual: bool = False) -> Layers:
-    """[N, 3, H, W] -> [N, classes]. `width`: channels after the stem; `zero_residual`: see the module."""
+    """Return ResNet-101: [N, 3, H, W] -> [N, classes]. `width`: channels after the stem."""
     return _resnet(Bottleneck, (3, 4, 23, 3), classes, width, zero_residual)

@@ -1,4 +1,4 @@
-"""Stages that cost a configured time and no processor: what is left of a step is the schedule and the engine.
+"""Stages that sleep a configured time instead of computing, to measure schedules and the engine alone.
 
 A layer is a tiny linear map that sleeps in its forward and in its backward. The map makes it a model like any other:
 it has weights to reduce and to update, and its loss falls. Where the backward is done in halves, so is its sleep.
@@ -22,7 +22,7 @@ Cost = float | Sequence[float]
 
 
 class _Late(torch.autograd.Function):
-    """The identity, late."""
+    """The identity, whose forward and backward sleep."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward_s: float, input_s: float, weight_s: float, later: Any) -> Tensor:
@@ -41,7 +41,7 @@ class _Late(torch.autograd.Function):
 
 
 def late(x: Tensor, forward_s: float, input_s: float, weight_s: float, later: Any = None) -> Tensor:
-    """`x`, late; so are its gradients.
+    """Return `x` after a sleep; its gradients sleep too.
 
     Open to torch's overrides, so that whoever wants the weight gradients later can call it with `later`: it is given
     what can wait, a function of no arguments, during the backward.
@@ -75,6 +75,7 @@ class Sleeper(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """[N, ...] -> [N, width], after the configured sleep."""
         flat = x.flatten(1).to(self.linear.weight.dtype)
         fitted = F.pad(flat, (0, self.linear.in_features - flat.shape[1]))
         return late(self.linear(fitted), self.forward_s, self.input_s, self.weight_s)
@@ -88,7 +89,7 @@ def sleep(
     weight_backward_ms: Cost = 5.0,
     width: int = 16,
 ) -> Layers:
-    """[N, ...] -> [N, width]. The layers: one per stage, or one per entry where a cost is given as a list.
+    """Return one sleeping layer per stage, or one per entry of a list of costs: [N, ...] -> [N, width].
 
     `stages` counts those of the whole pipeline, `chunks` those of one rank. A number is the cost of a rank's slice of
     the model, shared by its layers (1 / chunks each where there is one per stage); an entry of a list is the cost of
@@ -110,7 +111,7 @@ def sleep(
 
 
 def _table(name: str, cost: Cost, layers: int, slices: float) -> list[float]:
-    """The cost of each layer in milliseconds."""
+    """Return the cost of each layer in milliseconds."""
     entries = list(cost) if isinstance(cost, Sequence) else [cost * slices / layers] * layers
     if any(isinstance(entry, str) or entry < 0 for entry in entries):
         raise ValueError(f"{name}={cost} must be a number of milliseconds, or a list of them, none negative")

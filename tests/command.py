@@ -14,7 +14,7 @@ import yaml
 
 from engine.cli import main as cli
 from engine.cli import run
-from engine.launch.verdict import Outcome
+from engine.launch.failure_report import Outcome
 from engine.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+# Who starts the tests in the background may have them ignore these (nohup, a shell's &); here they are sent and heard.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 torch.set_num_threads(1)  # bitwise comparisons need one order of additions, and the suite shares two cores
 
@@ -55,6 +61,17 @@ def slow_ones(items: list[pytest.Item]) -> set[pytest.Item]:
         kept = {i * len(every) // keep for i in range(min(keep, len(every)))}
         found |= {item for i, item in enumerate(every) if i not in kept}
     return found
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """With pytest-xdist a worker process selects the tests; it tells the process that prints."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

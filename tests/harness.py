@@ -173,3 +173,15 @@ def cut_in(wanted: Settings, count: int, microbatches: int) -> Iterator[tuple[in
             for rows in piece:
                 yield replica, microbatch, row, rows
                 microbatch, row = microbatch + 1, row + rows
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = 1e-9) -> None:
+    assert a.keys() == b.keys()
+    for key, value in a.items():
+        torch.testing.assert_close(
+            value, b[key], rtol=tolerance, atol=tolerance * 1e-3, msg=lambda m, k=key: f"{k}: {m}"
+        )

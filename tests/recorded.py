@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -156,3 +157,7 @@ def recorder(of: Job, folder: Path, **options: Any) -> tuple[Recorder, io.String
 
 def with_train(of: Job, **changes: Any) -> Job:
     return replace(of, settings=replace(of.settings, train=replace(of.settings.train, **changes)))
+
+
+def log(message: str, rank: int | None = 0, level: int = logging.INFO) -> Record:
+    return Record("log", {"rank": rank, "level": level, "logger": "a.b", "message": message}, {})

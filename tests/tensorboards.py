@@ -12,6 +12,7 @@ import time
 import tomllib
 import urllib.error
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,10 @@ from typing import Any
 import numpy as np
 import recorded
 from recorded import MS, costs, measured, recorder, step_records
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of tensorboard's own imports
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 60.0  # a hang, not a promise
@@ -113,3 +118,13 @@ class Running:
 
     def finish(self) -> dict[str, Any]:
         return self._record.finish("completed")
+
+
+def event_files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("events.out.tfevents*"))
+
+
+def read(folder: Path) -> EventAccumulator:
+    found = EventAccumulator(str(folder), size_guidance={"images": 0, "histograms": 0})
+    found.Reload()
+    return found

@@ -16,14 +16,14 @@ from benchmarks import allreduce
 from benchmarks.allreduce_worker import Spec, in_threads
 from benchmarks.link import bus_bandwidth, fit, fitted, table
 from engine.collectives import COLLECTIVES
-from engine.collectives.allreduce.costs import ALGORITHMS, Link
+from engine.collectives.allreduce.costs import ALGORITHMS, LinkCosts
 
 SIZES = [10**k for k in range(3, 9)]
-links = st.builds(Link, st.floats(1e-6, 1e-3), st.floats(1e-11, 1e-8), st.floats(0, 1e-9))
+links = st.builds(LinkCosts, st.floats(1e-6, 1e-3), st.floats(1e-11, 1e-8), st.floats(0, 1e-9))
 
 
 @given(st.sampled_from(sorted(ALGORITHMS)), st.integers(2, 8), links)
-def test_fit_finds_alpha_and_beta(name: str, ranks: int, link: Link) -> None:
+def test_fit_finds_alpha_and_beta(name: str, ranks: int, link: LinkCosts) -> None:
     terms = ALGORITHMS[name](ranks)
     found = fit(terms, {n: terms.seconds(n, link) for n in SIZES}, link.gamma)
     assert found == pytest.approx(link, rel=1e-6)
@@ -36,7 +36,7 @@ def test_a_fit_is_never_negative() -> None:
 
 
 def test_algorithms_of_one_link_agree_with_the_common_one() -> None:
-    link = Link(5e-5, 1e-9, 1e-10)
+    link = LinkCosts(5e-5, 1e-9, 1e-10)
     times = {name: {n: terms(4).seconds(n, link) for n in SIZES} for name, terms in ALGORITHMS.items()}
     result = fitted({**times, "native": times["ring"]}, 4, link.gamma)
     assert result["common"] == pytest.approx(link._asdict())

@@ -161,14 +161,14 @@ def test_no_modules_import_each_other() -> None:
         ("engine.pipeline.executor", "from engine.training.worker import Worker", False),
         ("engine.report.tensorboard.board", "from torch.utils.tensorboard import SummaryWriter", True),
         ("engine.report.tensorboard.board", "import torch", False),
-        ("engine.report.pictures.draw", "from torch.utils.tensorboard import SummaryWriter", False),
+        ("engine.report.pictures.timeline", "from torch.utils.tensorboard import SummaryWriter", False),
         ("engine.report.text", "from engine.account import bubble", True),
         ("engine.account.bubble", "from engine.report import text", False),
         ("engine.account.bubble", "from engine.transport import Channel", False),
         ("engine.account.bubble", "from engine.telemetry.records import Record", True),
         ("engine.collectives.allreduce.ring", "from engine.transport import Channel", True),
         ("engine.collectives.allreduce.ring", "from engine.pipeline import executor", False),
-        ("engine.settings", "from engine.errors import said", False),
+        ("engine.errors", "from engine.settings import Settings", False),
         ("engine.job", "from engine.settings import Settings", True),
         ("engine.newfile", "import hydra", False),
         ("engine.newfile", "from engine.plan import actions", False),
@@ -266,3 +266,10 @@ def test_tracked_files_name_no_machine_and_no_registry() -> None:
 @pytest.mark.parametrize("text", ["see /home/ann/x", "'/root/y'", "--extra-index-url z", "https://pypi.org/simple"])
 def test_private_patterns_match(text: str) -> None:
     assert any(pattern.search(text) for pattern in PRIVATE)
+
+
+def test_no_module_hides_a_public_name() -> None:
+    """Importing engine.NAME sets the attribute NAME of engine: it would take the place of a function of that name."""
+    import engine
+
+    assert not set(engine.__all__) & {path.stem for path in (ROOT / "engine").iterdir()}

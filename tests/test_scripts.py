@@ -91,7 +91,12 @@ def test_run_passes_arguments_on_in_the_callers_folder(checkout: Checkout, tmp_p
 @pytest.mark.slow
 def test_test_passes_arguments_on_in_the_checkout(checkout: Checkout, tmp_path: Path) -> None:
     checkout.call("test", "-k", "ring", cwd=tmp_path)
-    assert checkout.calls("-m pytest") == [f"{checkout.root}|-m pytest -k ring"]
+    checkout.call("test", "-n", "4")
+    checkout.call("test", "tests/test_x.py::test_y")
+    assert checkout.calls("-m pytest") == [
+        f"{checkout.root}|-m pytest {arguments}"
+        for arguments in ("-n 2 --dist loadfile -k ring", "-n 4", "tests/test_x.py::test_y")
+    ]
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
@@ -237,7 +242,8 @@ def test_a_named_python_comes_first(checkout: Checkout) -> None:
 
 
 @pytest.mark.parametrize(
-    "script", [*(f"scripts/{name}" for name in ("run", "test", "check", "bench", "pictures")), ".ci/run"]
+    "script",
+    [*(f"scripts/{name}" for name in ("run", "test", "check", "bench", "pictures", "reference", "outputs")), ".ci/run"],
 )
 def test_scripts_are_executable_and_parse(script: str) -> None:
     path = CHECKOUT / script

@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 import pytest
 import torch.distributed as dist
 
-from engine.transport import Edge, Transport, queues
+from engine.collectives import Collective
+from engine.transport import Edge, Transport
 from engine.transport.gloo import GlooTransport
 from engine.transport.shared import SharedMemoryTransport
-from engine.transport.threads import ThreadHub
+from engine.transport.threads import ThreadHub, queues
 
 T = TypeVar("T")
 HANG_S = 60.0
@@ -129,3 +130,11 @@ def pair(transport: Transport) -> tuple[Any, Any]:
     transport.open(edges)
     there, back = (transport.channel(edge) for edge in edges)
     return (there, back) if transport.rank == 0 else (back, there)
+
+
+def joined(transport: Transport, kind: type[Collective]) -> Collective:
+    members = list(range(transport.world))
+    transport.open(kind.edges(members, "x"))
+    if kind.backend_group and transport.world > 1:
+        transport.open_group(members, "x", backend=True)
+    return kind(transport, members, "x")

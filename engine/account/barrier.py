@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from engine.job import Job
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
+from engine.ranks import Rank
 
 Ints = npt.NDArray[np.int64]
 
@@ -28,11 +29,11 @@ def barrier(timeline: Timeline, ranks: int) -> Ints:
     `ranks` is P; the timeline holds the ranks of all replicas.
     """
     found = np.zeros((timeline.ranks, 2), dtype=np.int64)
-    replica, begun = timeline.rank // ranks, timeline.windows[:, 0].astype(np.int64)
+    (_, replica, pipeline), begun = Rank.of(timeline.rank, ranks), timeline.windows[:, 0].astype(np.int64)
     holding = np.isin(timeline.kind, (*COMPUTE_KINDS, Kind.REDUCE, Kind.GATHER))
     for at in np.flatnonzero(np.isin(timeline.kind, _WAITS)).tolist():
         rank, stage = int(timeline.rank[at]), timeline.stage[at]
-        same = timeline.stage == stage if stage >= 0 else timeline.rank % ranks == rank % ranks
+        same = timeline.stage == stage if stage >= 0 else pipeline == pipeline[at]
         complete = same & np.isin(timeline.kind, _COMPLETE)
         others = same & holding & (replica != replica[at])
         ready = begun[timeline.rank[others]].max(initial=np.iinfo(np.int64).min)

@@ -1,19 +1,14 @@
-"""The account: where every nanosecond of a rank's step went, under exactly one name.
+"""The account: where every nanosecond of a rank's step went, under exactly one of the categories.
 
-Each moment of a rank's window belongs to the first of these that matches:
+Each moment of a rank's window belongs to the category of lowest precedence (`engine/categories.py`) that claims it:
 
-    compute     inside F, B, I, W
-    optimizer   clip, step, zeroing (STEP)
-    data        a batch awaited
-    reduce      something awaited from other copies of a stage: its reduction, what they counted, what they updated
-    fill        a message awaited before the step's first compute
-    drain       nothing to compute any more; also the other ranks' norms awaited
-    stall       another message awaited that its sender had not issued yet
-    transfer    the same after it was issued
-    other       the rest: interpreter, launch
+    by kind of span     compute, optimizer, data, reduce, and the exchange of norms, which is drain
+    by wait             a message awaited is fill before the rank's first compute; later it is stall until the sender
+                        issued the message, and transfer after that
+    by place            everything after the rank's last compute is drain, and everything at all is other
 
-so the nine add up to the window exactly, in integer nanoseconds, whatever the spans look like. A batch that is loaded
-while the rank waits for a message anyway is awaited only from the moment the message was issued.
+so the categories add up to the window exactly, in integer nanoseconds, whatever the spans look like. A batch that is
+loaded while the rank waits for a message anyway is awaited only from the moment the message was issued.
 """
 
 from __future__ import annotations
@@ -25,31 +20,27 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.account.messages import MESSAGE_WAITS, inside, sends_of
-from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
+from engine.categories import CATEGORIES, NAMES, claims
+from engine.plan.timeline import Kind, Timeline
 
 Ints = npt.NDArray[np.int64]
 
-NAMES = ("compute", "fill", "stall", "transfer", "reduce", "optimizer", "data", "drain", "other")
-_ORDER = ("compute", "optimizer", "data", "reduce", "fill", "drain", "stall", "transfer", "other")
+_ORDER = tuple(category.name for category in sorted(CATEGORIES, key=lambda category: category.precedence))
 _COLUMN = np.array([NAMES.index(name) for name in _ORDER])
-_COMPUTE, _OPTIMIZER, _DATA, _REDUCE, _FILL, _DRAIN, _STALL, _TRANSFER, _OTHER = range(len(_ORDER))
-_CLASS_OF: dict[Kind, int] = dict.fromkeys(COMPUTE_KINDS, _COMPUTE) | {
-    Kind.STEP: _OPTIMIZER,
-    Kind.WAIT_DATA: _DATA,
-    Kind.WAIT_REDUCE: _REDUCE,
-    Kind.WAIT_GATHER: _REDUCE,
-    Kind.WAIT_COUNT: _REDUCE,
-    Kind.WAIT_NORM: _DRAIN,
-}
+_COMPUTE, _DATA, _FILL, _DRAIN, _STALL, _TRANSFER, _OTHER = map(
+    _ORDER.index, ("compute", "data", "fill", "drain", "stall", "transfer", "other")
+)
 _NONE = -1  # spans that have no class by their kind: messages, and what goes on in the background
 _CLASS = np.full(max(Kind) + 1, _NONE)
-for _kind, _class in _CLASS_OF.items():
-    _CLASS[_kind] = _class
+for _kind, _category in claims().items():
+    _CLASS[_kind] = _ORDER.index(_category.name)
 
 
 @dataclass(frozen=True, eq=False)
 class Account:
-    """`table`: int64 nanoseconds [ranks, 9], columns as in NAMES; each row adds up to the rank's window.
+    """Nanoseconds of a step by rank and category, and what its messages took.
+
+    `table`: int64 [ranks, categories], columns as in NAMES; each row adds up to the rank's window.
 
     `latency`: int64 nanoseconds [stages], summed over `messages` [stages] between stages s and s+1, both ways: those
     whose receiver waited already when they were issued, so that their whole way was seen.

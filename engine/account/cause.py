@@ -7,14 +7,13 @@ causes that can be simulated by the bubbles of its steady state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from engine.account.bubble import NAMES
 from engine.account.measure import Bubbles, Floats, repeated
-from engine.account.waterfall import BARS
+from engine.account.replay.waterfall import BARS
+from engine.categories import BY_NAME, CATEGORIES, NAMES, WATERFALL
 from engine.job import Job
 from engine.plan.actions import COMPUTE
 from engine.plan.schedules import build
@@ -23,6 +22,9 @@ from engine.tables import milliseconds, percent
 
 NEGLIGIBLE = 0.02  # of the step
 SLOW = 1.25  # times the mean of the other stages
+_BY_MESSAGES = ("fill", "stall", "transfer", "drain")  # categories whose causes a simulation tells apart
+_BAR_OF = {bar.category: bar.name for bar in WATERFALL if bar.category}
+_CATEGORY_OF = {bar: category for category, bar in _BAR_OF.items()}
 WORTH_TRYING = 0.9  # a schedule's ideal bubble relative to the present one, at most
 
 
@@ -37,7 +39,8 @@ def diagnose(job: Job, bubbles: Bubbles | None) -> str:
     if not step or losses[name] < NEGLIGIBLE * step:
         said = f"Nothing stands out: the ranks computed {percent(1 - bubbles.measured)} of the time"
     else:
-        said = _SENTENCES[name](job, bubbles, f"{percent(losses[name] / step)} of the step")
+        share = f"{percent(losses[name] / step)} of the step"
+        said = sentence(name, job, bubbles, share)
     if slow is not None and name != "imbalance":
         said += f"; besides, {slow}"
     behind = _slow_replica(bubbles)
@@ -53,7 +56,8 @@ def causes(bubbles: Bubbles) -> dict[str, float]:
         first = ("imbalance", "schedule")
         return {name: bars[name] for name in (*first, *(bar for bar in BARS if bar not in (*first, "work")))}
     mean = dict(zip(NAMES, bubbles.seconds.mean(axis=0).tolist(), strict=True))
-    losses = {name: mean[name] for name in ("reduce", "data", "optimizer")} | {"rest": mean["other"]}
+    own = [c.name for c in CATEGORIES if c.bubble and c.name not in _BY_MESSAGES]
+    losses = {_BAR_OF.get(name, name): mean[name] for name in own}
     if bubbles.with_transfer is None:
         return losses | {"transfer": mean["transfer"], "variation": mean["fill"] + mean["stall"] + mean["drain"]}
     assert bubbles.ideal is not None and bubbles.predicted is not None
@@ -151,8 +155,7 @@ def _transfer(job: Job, bubbles: Bubbles, share: str) -> str:
     edge = int(bubbles.latency.argmax())
     return (
         f"Messages under way cost {share}, the slowest those between stages {edge} and {edge + 1} "
-        f"({milliseconds(bubbles.latency[edge])} each); cut where less data crosses, "
-        "or use fewer, larger micro-batches"
+        f"({milliseconds(bubbles.latency[edge])} each); {_remedy(job, 'transfer')}"
     )
 
 
@@ -168,34 +171,29 @@ def _reduce(job: Job, bubbles: Bubbles, share: str) -> str:
     if slow is not None:
         return f"Replicas wait for each other, which costs {share}: {slow}; see what else runs where it does"
     whom = "other replicas" if job.placement.copies == 1 else "other copies of a stage"
-    return (
-        f"Waiting for {whom} (allreduce={job.settings.allreduce.name}) costs {share}; "
-        f"reduce less often with train.accumulate={2 * job.settings.train.accumulate}, or try another allreduce"
-    )
+    return f"Waiting for {whom} (allreduce={job.settings.allreduce.name}) costs {share}; {_remedy(job, 'reduce')}"
 
 
-def _data(job: Job, bubbles: Bubbles, share: str) -> str:
-    now = job.settings.data.get("workers", 0) or 0
-    column = bubbles.seconds[:, NAMES.index("data")]
+def sentence(name: str, job: Job, bubbles: Bubbles, share: str) -> str:
+    """What is said of a cause; of one that is a category, or the bar of one: what it is, where most, its remedy."""
+    if name in _SENTENCES:
+        return _SENTENCES[name](job, bubbles, share)
+    category = BY_NAME[_CATEGORY_OF.get(name, name)]
+    column = bubbles.seconds[:, NAMES.index(category.name)]
     most = f"most on rank {int(column.argmax())} ({milliseconds(float(column.max()))})"
-    return f"Waiting for data costs {share}, {most}; load ahead with data.workers={now + 2}"
+    return f"{category.what[0].upper()}{category.what[1:]} costs {share}, {most}; {_remedy(job, category.name)}"
 
 
-def _optimizer(job: Job, bubbles: Bubbles, share: str) -> str:
-    column = bubbles.seconds[:, NAMES.index("optimizer")]
-    return (
-        f"The optimizer costs {share}, most on rank {int(column.argmax())} ({milliseconds(float(column.max()))}); "
-        f"update less often with train.accumulate={2 * job.settings.train.accumulate}, "
-        "or spread the parameters more evenly"
-    )
-
-
-def _rest(job: Job, bubbles: Bubbles, share: str) -> str:
-    column = bubbles.seconds[:, NAMES.index("other")]
-    return (
-        f"The interpreter between actions costs {share}, most on rank {int(column.argmax())} "
-        f"({milliseconds(float(column.max()))}); give each action more to do: fewer, larger micro-batches"
-    )
+def _remedy(job: Job, name: str) -> str:
+    """A category's remedy, with a value to try for each configuration key in it."""
+    values = {
+        "data.workers": (job.settings.data.get("workers", 0) or 0) + 2,
+        "train.accumulate": 2 * job.settings.train.accumulate,
+    }
+    said = BY_NAME[name].remedy
+    for key, value in values.items():
+        said = said.replace(key, f"{key}={value}")
+    return said
 
 
 def _variation(job: Job, bubbles: Bubbles, share: str) -> str:
@@ -210,13 +208,10 @@ def _variation(job: Job, bubbles: Bubbles, share: str) -> str:
     return f"{said}; samples may differ, or ranks compete for cores: try fewer ranks or replicas on this machine"
 
 
-_SENTENCES: Mapping[str, Any] = {
+_SENTENCES: Mapping[str, Callable[[Job, Bubbles, str], str]] = {
     "imbalance": _imbalance,
     "schedule": _schedule,
     "transfer": _transfer,
     "reduce": _reduce,
-    "data": _data,
-    "optimizer": _optimizer,
-    "rest": _rest,
     "variation": _variation,
 }

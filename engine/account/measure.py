@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from engine.account.bubble import NAMES, Account, account
-from engine.account.observed import Observed, durations
+from engine.account.bubble import Account, account
 from engine.account.overlap import Overlap, overlap
-from engine.account.waterfall import Average, Waterfall, Waterfalls
+from engine.account.replay.observed import Observed, durations
+from engine.account.replay.waterfall import Average, Waterfall, Waterfalls
+from engine.categories import NAMES
 from engine.job import Job
 from engine.plan.actions import COMPUTE, Op, Placement, Program
 from engine.plan.simulate import Costs, figures, simulate
@@ -54,6 +55,7 @@ class Bubbles:
 
     @property
     def measured(self) -> float:
+        """The measured bubble: the mean over ranks of 1 - compute / window."""
         return float(self.per_rank.mean())
 
     @property
@@ -170,6 +172,8 @@ class Sums:
 
     @classmethod
     def zero(cls, world: int, stages: int, microbatches: int) -> Sums:
+        """Sums over no step, of arrays of these sizes."""
+
         def zeros(*shape: int) -> npt.NDArray[np.int64]:
             return np.zeros(shape, dtype=np.int64)
 

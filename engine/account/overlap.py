@@ -59,6 +59,7 @@ class Overlap:
 
 
 def share(part: int, whole: int) -> float | None:
+    """A part of a whole as a fraction; None where there is no whole."""
     return part / whole if whole else None
 
 

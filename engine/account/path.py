@@ -24,22 +24,19 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.account.messages import MESSAGE_WAITS, inside, journeys
+from engine.categories import NAMES, claims
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
+from engine.ranks import Rank
 
-CAUSES = ("compute", "transfer", "reduce", "optimizer", "data", "other")
 _CAUSE_OF: dict[int, str] = {
-    **dict.fromkeys(map(int, COMPUTE_KINDS), "compute"),
+    **{int(kind): category.name for kind, category in claims().items()},
     **dict.fromkeys(map(int, MESSAGE_WAITS), "transfer"),
-    int(Kind.WAIT_REDUCE): "reduce",
-    int(Kind.WAIT_GATHER): "reduce",
-    int(Kind.WAIT_COUNT): "reduce",
-    int(Kind.WAIT_NORM): "optimizer",
-    int(Kind.STEP): "optimizer",
-    int(Kind.WAIT_DATA): "data",
+    int(Kind.WAIT_NORM): "optimizer",  # an exchange is on the path; that a rank had nothing to do is not
 }
+CAUSES = tuple(name for name in NAMES if name in _CAUSE_OF.values() or name == "other")
 
 
-class Link(NamedTuple):
+class PathLink(NamedTuple):
     """`cause` held the step up on `rank` from `start` to `end`. `span`: index into the timeline, -1 for none."""
 
     rank: int
@@ -58,7 +55,7 @@ class _Piece(NamedTuple):
     last: bool
 
 
-def critical_path(timeline: Timeline, ranks: int) -> list[Link]:
+def critical_path(timeline: Timeline, ranks: int) -> list[PathLink]:
     """The links in order of time; each begins where the one before ends. `ranks` is P."""
     if not timeline.ranks:
         return []
@@ -73,7 +70,7 @@ def critical_path(timeline: Timeline, ranks: int) -> list[Link]:
     return links[::-1]
 
 
-def by_cause(path: Sequence[Link]) -> dict[str, int]:
+def by_cause(path: Sequence[PathLink]) -> dict[str, int]:
     """Nanoseconds of the path under each of CAUSES."""
     total = dict.fromkeys(CAUSES, 0)
     for link in path:
@@ -81,7 +78,7 @@ def by_cause(path: Sequence[Link]) -> dict[str, int]:
     return total
 
 
-def by_rank(path: Sequence[Link]) -> dict[int, int]:
+def by_rank(path: Sequence[PathLink]) -> dict[int, int]:
     """Nanoseconds of the path on each world rank that it visits."""
     total: dict[int, int] = defaultdict(int)
     for link in path:
@@ -89,7 +86,7 @@ def by_rank(path: Sequence[Link]) -> dict[int, int]:
     return dict(total)
 
 
-def name_of(link: Link, timeline: Timeline) -> str:
+def name_of(link: PathLink, timeline: Timeline) -> str:
     """What held the step up: `2F0`; `transfer to 2F0` for its message; the cause where it was no action."""
     if link.span < 0:
         return link.cause
@@ -119,14 +116,14 @@ class _Walk:
         self._last = _last_to_begin(timeline, ranks)
         self._left: set[int] = set()  # waits over which the path has left a rank: each once, so that it gets somewhere
 
-    def back(self, rank: int, moment: int) -> tuple[int, Link]:
+    def back(self, rank: int, moment: int) -> tuple[int, PathLink]:
         """The link that ends on `rank` at `moment`, and the rank on which the path goes on at its start."""
         pieces, at = self._pieces.get(rank, []), bisect_left(self._ends.get(rank, []), moment)
         if at < len(pieces) and pieces[at].start < moment:
             goes_on, cause, since = self._decided(pieces[at], moment)
-            return goes_on, Link(rank, cause, pieces[at].span, max(self.floor, since), moment)
+            return goes_on, PathLink(rank, cause, pieces[at].span, max(self.floor, since), moment)
         since = pieces[at - 1].end if at else self.floor
-        return rank, Link(rank, "other", -1, max(self.floor, since), moment)
+        return rank, PathLink(rank, "other", -1, max(self.floor, since), moment)
 
     def _decided(self, piece: _Piece, moment: int) -> tuple[int, str, int]:
         """Where, by what and when it was decided that the piece would not end before `moment`."""
@@ -167,7 +164,7 @@ def _pieces(timeline: Timeline) -> Iterator[_Piece]:
 def _last_to_begin(timeline: Timeline, ranks: int) -> dict[int, int]:
     """A wait for what several ranks do together -> the span of the rank that was the last to begin it."""
     found: dict[int, int] = {}
-    replica = timeline.rank // ranks
+    replica = Rank.of(timeline.rank, ranks).replica
     for wait, work, group in (
         (Kind.WAIT_REDUCE, Kind.REDUCE, timeline.stage),
         (Kind.WAIT_GATHER, Kind.GATHER, timeline.stage),

@@ -21,15 +21,16 @@ import numpy.typing as npt
 
 from engine.account.bubble import Account, account
 from engine.account.measure import Bubbles, Floats, Sums
-from engine.account.observed import Observed, durations
 from engine.account.overlap import Overlap
-from engine.account.waterfall import Waterfall
+from engine.account.replay.observed import Observed, durations
+from engine.account.replay.waterfall import Waterfall
 from engine.job import Job
 from engine.plan.actions import COMPUTE, Op
 from engine.plan.schedules import SCHEDULES
 from engine.plan.simulate import Costs, simulate
 from engine.plan.steady import SteadyState, steady_program, steady_state
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
+from engine.ranks import replica_ranks
 
 MOST_UPDATES = 1000  # of a window that is simulated as a whole
 _CONTEXT = (Kind.SEND_F, Kind.SEND_B)  # what of the update before is looked at
@@ -108,7 +109,7 @@ class SteadyMeasure:
         latency = self._every.means()[2]
         bubbles = []
         for replica in range(job.replicas):
-            own = [_computations(each, replica * job.ranks + np.arange(job.ranks)) for each in window]
+            own = [_computations(each, np.array(replica_ranks(replica, job.ranks))) for each in window]
             updates = [int(((kind == Kind.B) & (stage == 0)).sum()) for kind, stage, _, _ in own]
             program = stream.build(job.ranks, updates, **job.settings.schedule_options)
             kind, stage, microbatch, seconds = map(np.concatenate, zip(*own, strict=True))

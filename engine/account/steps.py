@@ -6,11 +6,13 @@
      "pairs":     [[first, second], ...],
      "predicted": {"rank": [], "kind": [], "stage": [], "microbatch": [], "start": [], "length": []} or null,
      "stretches": {"rank": [], "name": [], "start": [], "length": []},
-     "account":   [[9 x ns], ...],
+     "account":   [[ns, ...], ...],
      "waterfall": {"bars": {"work": ns, ..., "rest": ns}, "waiting": ns, "alone": [ns, ...]} or null,
      "no_waterfall": "why there is none" or null,
      "path":      {"rank": [], "cause": [], "span": [], "start": [], "length": []},
-     "names":     {"kind": {"0": "F", ...}, "account": [...], "cause": [...]}}
+     "names":     {"kind": {"0": "F", ...}, "account": [...], "cause": [...]},
+     "categories": [{"name", "what", "remedy", "colour", "bubble", "kinds"}, ...],
+     "bars":       [{"name", "what", "colour"}, ...]}
 
 All times are integer nanoseconds. `origin` is the moment on the clock of rank 0's host from which `windows`, `start` of
 spans, stretches and path count; `predicted` counts from 0, has the ranks of one replica, and is null where the step was
@@ -25,6 +27,8 @@ not a whole one. World rank w, an index into `windows`, `uncertainty` and `accou
     stretches    each rank's window cut at every change of name; `name` indexes names.account
     account      the stretches' sums: a row per rank, columns as in names.account
     path         the critical path in order of time; `cause` indexes names.cause, `span` is an index into `spans` or -1
+    categories   how the names of the account are drawn and explained, in the order in which they are shown; bars: the
+                 same of the waterfall. Earlier documents have neither
     waterfall    null where the step was not a whole one; `waiting`: the part of the bar `reduce` that is waiting for
                  slower replicas; `alone`: what the pipeline of each replica would have taken by itself
 """
@@ -37,10 +41,11 @@ from typing import Any
 
 import numpy as np
 
-from engine.account.bubble import NAMES, Stretches, account, stretches
+from engine.account.bubble import Stretches, account, stretches
 from engine.account.messages import MESSAGE_WAITS, sends_of
-from engine.account.path import CAUSES, Link, critical_path
-from engine.account.waterfall import BARS, Waterfall, missing
+from engine.account.path import CAUSES, PathLink, critical_path
+from engine.account.replay.waterfall import BARS, Waterfall, missing
+from engine.categories import NAMES, as_data
 from engine.job import Job
 from engine.plan.timeline import Kind, Timeline
 
@@ -80,7 +85,7 @@ def document(
         "no_waterfall": missing(job) if waterfall is None else None,
         "path": _path(critical_path(timeline, job.ranks), origin),
         "names": {"kind": {str(int(k)): k.name for k in Kind}, "account": list(NAMES), "cause": list(CAUSES)},
-    }
+    } | as_data()
     return json.dumps(content, separators=(",", ":"))
 
 
@@ -114,7 +119,7 @@ def _stretches(cut: Stretches, origin: int) -> dict[str, Any]:
     }
 
 
-def _path(path: Sequence[Link], origin: int) -> dict[str, list[int]]:
+def _path(path: Sequence[PathLink], origin: int) -> dict[str, list[int]]:
     return {
         "rank": [link.rank for link in path],
         "cause": [CAUSES.index(link.cause) for link in path],

@@ -1,1 +1,1 @@
-"""Words of the command line to Settings, and each job to its outcome. Only this room sees Hydra."""
+"""Command line: compose and check Settings with Hydra, run each job or plan, return exit codes."""

@@ -1,4 +1,4 @@
-"""The words of the command line, before Hydra reads them: put into an order that it takes, or refused in one line.
+"""Sort the arguments of the command line for Hydra's parser: flags first, then overrides.
 
 Hydra's parser takes overrides in one group only: `a=1 -m b=2` is an error to it, told with all of its usage. So flags
 go first here, wherever they were. A folder that is named by nothing would be the one the run was started from.
@@ -18,11 +18,11 @@ NOTHING = ("", "null", "none", "~")
 
 
 class UsageError(ValueError):
-    """A command line that cannot be one."""
+    """A command line that cannot be parsed; the message says why."""
 
 
-def arranged(arguments: Sequence[str]) -> list[str]:
-    """Flags with their values, then overrides; both in the order given. Raises UsageError."""
+def flags_first(arguments: Sequence[str]) -> list[str]:
+    """Return flags with their values, then overrides, both in the order given. Raises UsageError."""
     parser = get_args_parser()
     parser.error = _refuse  # type: ignore[method-assign]
     flags: list[str] = []
@@ -39,7 +39,7 @@ def arranged(arguments: Sequence[str]) -> list[str]:
 
 
 def _values(parser: argparse.ArgumentParser, word: str) -> int:
-    """How many of the next words belong to the flag `word`, which may be shortened as argparse allows."""
+    """Return how many values follow the flag `word`, which may be abbreviated as argparse allows."""
     for action in parser._actions:
         for option in action.option_strings:
             if word == option or (word.startswith("--") and option.startswith(word)):

@@ -19,54 +19,16 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.cli.limits import MOST_WORKERS, check_limits
+from engine.cli.limits import check_limits
 from engine.plan.choose import ALL
 from engine.plan.schedules import SCHEDULES, offered_schedules
 from engine.plan.schedules import build as build_schedule
-from engine.settings import Settings
+from engine.settings import GROUP_KEYS, KEYS, Key, Settings
 
 T = TypeVar("T")
 
 CONF = Path(__file__).resolve().parents[2] / "conf"  # beside the package: a `conf/` of the user does not shadow it
 DEFAULT_STEPS = 20
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "mode": ("train", "plan"),
-    "launch": ("processes", "threads"),
-    "device": ("auto", "cpu", "cuda"),
-    "transport": ("auto", "shared_memory", "gloo"),
-    "precision": ("fp32", "bf16", "fp64"),
-    "recompute": ("none",),
-    "pin_workers": ("never", "waiting", "always"),
-    "data_parallel.mode": ("sync", "async"),
-}
-PARTITIONS = ("model", "manual", "uniform", "parameters")
-# Named in the documents, not yet part of the engine: refused with that reason rather than as a typing mistake.
-LATER: dict[str, tuple[str, ...]] = {
-    "precision": ("fp16",),
-    "recompute": ("all", "full", "selective"),
-    "partition.name": ("time",),
-}
-AT_LEAST: dict[str, float] = {
-    "pipeline.ranks": 1,
-    "pipeline.microbatches": 1,
-    "data_parallel.replicas": 1,
-    "data_parallel.max_staleness": 0,
-    "train.steps": 1,
-    "train.epochs": 1,
-    "train.global_batch_size": 1,
-    "train.accumulate": 1,
-    "eval.every": 0,
-    "eval.batch_size": 1,
-    "trace.every": 1,
-    "trace.consecutive": 1,
-    "threads_per_worker": 1,
-    "allreduce.bucket_bytes": 1,
-    "allreduce.group_size": 1,
-    "seed": 0,
-}
-ABOVE_ZERO = ("train.clip_norm", "train.clip_norm_type", "timeout_s", "plan.memory_limit")
-AT_MOST = {"threads_per_worker": 1024, "timeout_s": 2e6}  # 23 days; the system's calls take milliseconds in 32 bits
 
 
 def load(config: DictConfig, overrides: Sequence[str] = ()) -> Settings:
@@ -92,7 +54,7 @@ def _without_foreign_split(plain: dict[str, Any], overrides: Sequence[str]) -> d
 
 
 def from_plain(plain: Mapping[str, Any]) -> Settings:
-    """Plain nested data -> checked Settings. Draws a seed where it is null, fills `train.steps` where nothing is."""
+    """Return checked Settings from plain nested data. Draws a null seed; sets `train.steps` where nothing is given."""
     values = dict(plain)
     if values.get("seed", 0) is None:
         values["seed"] = secrets.randbelow(2**31)
@@ -104,7 +66,7 @@ def from_plain(plain: Mapping[str, Any]) -> Settings:
 
 
 def _norm_type(train: Mapping[str, Any]) -> dict[str, Any]:
-    """Infinity is kept as null: JSON has no word for it."""
+    """Replace an infinite norm type by null, since JSON has no infinity."""
     infinite = train.get("clip_norm_type") in (math.inf, "inf")
     return {**train, **({"clip_norm_type": None} if infinite else {})}
 
@@ -154,7 +116,7 @@ def _section(value: Any, path: str) -> dict[str, Any]:
 
 
 def _words(value: Any, path: str) -> list[str]:
-    """A list of words; one word alone, or none, is a list too."""
+    """Return a list of words; one word alone, or null, is a list too."""
     words = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise ValueError(f"{path}={_shown(value)} is not a list of words, like [one,two]")
@@ -162,7 +124,7 @@ def _words(value: Any, path: str) -> list[str]:
 
 
 def _rows(value: Any, path: str) -> list[list[float]]:
-    """A list of lists of numbers."""
+    """Return a list of lists of numbers; null is an empty one."""
     rows = [] if value is None else value
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise ValueError(f"{path}={_shown(value)} is not a list of lists of numbers, like [[0,1,10]]")
@@ -174,7 +136,7 @@ def _scalar(kind: type, value: Any, path: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if type(value) is not kind:
-        one_of(path, value, CHOICES.get(path, (value,)))
+        one_of(path, value, KEYS[path].choices or (value,) if path in KEYS else (value,))
         raise ValueError(f"{path}={_shown(value)} is not {words[kind]}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{path}={value} is not a finite number")
@@ -193,13 +155,13 @@ def _join(at: str, key: str) -> str:
 
 
 def check(settings: Settings) -> None:
-    """What needs neither torch nor the model: ranges, choices, combinations. Raises ValueError."""
-    for path, choices in CHOICES.items():
-        one_of(path, get(settings, path), choices)
-    one_of("partition.name", settings.partition.get("name"), PARTITIONS)
-    for key in set(settings.partition) - {"name", "split"}:
-        raise ValueError(unknown("key", f"partition.{key}", ("partition.name", "partition.split")))
-    _check_ranges(settings)
+    """Check ranges, choices and combinations, all that needs neither torch nor the model. Raises ValueError."""
+    for path, key in KEYS.items():
+        above, _, name = path.rpartition(".")
+        if path not in GROUP_KEYS or key.choices or name in get(settings, above):
+            _check_key(path, key, get(settings, path))
+    for name in set(settings.partition) - {"name", "split"}:
+        raise ValueError(unknown("key", f"partition.{name}", ("partition.name", "partition.split")))
     check_limits(settings)
     if settings.plan.compare:
         _check_comparison(settings)
@@ -208,7 +170,6 @@ def check(settings: Settings) -> None:
         _check_asynchronous(settings)
     for group in ("partition", "model"):
         _check_split(f"{group}.split", get(settings, group).get("split"))
-    _scalar(bool, settings.model.get("loss_additive", True), "model.loss_additive")
     _check_loader(settings.data)
     _check_delay(settings)
     if settings.mode == "train":
@@ -216,18 +177,20 @@ def check(settings: Settings) -> None:
         _check_targets(settings)
 
 
-def _check_ranges(settings: Settings) -> None:
-    for path, least in AT_LEAST.items():
-        value = get(settings, path)
-        if value is not None and value < least:
-            raise ValueError(f"{path}={value} must be at least {least}")
-    for path in ABOVE_ZERO:
-        value = get(settings, path)
-        if value is not None and value <= 0:
-            raise ValueError(f"{path}={value} must be above 0")
-    for path, most in AT_MOST.items():
-        if (get(settings, path) or 0) > most:
-            raise ValueError(f"{path}={get(settings, path)} must be at most {most:.0f}")
+def _check_key(path: str, key: Key, value: Any) -> None:
+    """Raise ValueError for a value that the key's own row in engine/settings.py does not allow."""
+    if key.choices:
+        one_of(path, value, key.choices)
+    if key.kind is not None:
+        _scalar(key.kind, value, path)
+    if value is None:
+        return
+    if key.at_least is not None and value < key.at_least:
+        raise ValueError(f"{path}={value} must be at least {key.at_least}")
+    if key.above is not None and value <= key.above:
+        raise ValueError(f"{path}={value} must be above {key.above}")
+    if key.at_most is not None and value > key.at_most:
+        raise ValueError(f"{path}={value} must be at most {key.at_most:.0f}")
 
 
 def _check_schedule(settings: Settings) -> None:
@@ -237,7 +200,7 @@ def _check_schedule(settings: Settings) -> None:
 
 
 def _check_comparison(settings: Settings) -> None:
-    """Names only: a schedule that is not defined for the sizes is a row that says so."""
+    """Check the names of schedules to compare; one that is not defined for the sizes becomes a row that says so."""
     for name in settings.plan.compare:
         one_of("plan.compare", name, (*offered_schedules(), ALL))
     if settings.mode != "plan":
@@ -245,7 +208,7 @@ def _check_comparison(settings: Settings) -> None:
 
 
 def _check_asynchronous(settings: Settings) -> None:
-    """Such a schedule updates each stage in its own time, so there is no moment for what all stages do together."""
+    """Refuse what needs all stages at one moment, where an asynchronous schedule updates each in its own time."""
     name, train = settings.schedule["name"], settings.train
     if SCHEDULES[name].stream is None:
         return
@@ -262,20 +225,13 @@ def _check_asynchronous(settings: Settings) -> None:
 
 
 def _check_split(path: str, split: Any) -> None:
-    """The one key of its section that is the engine's own; a word would be taken apart into its letters."""
+    """Check that a split is a list of names; one word would be taken apart into its letters."""
     if split is not None and not (isinstance(split, list) and all(isinstance(name, str) for name in split)):
         raise ValueError(f"{path}={_shown(split)} is not a list of names of layers, like [layer2,layer3]")
 
 
 def _check_loader(data: Mapping[str, Any]) -> None:
-    """The keys of `data` that are the loader's, not the data set's."""
-    workers = _scalar(int, data.get("workers", 0), "data.workers")
-    if workers < 0:
-        raise ValueError(f"data.workers={workers} must be at least 0")
-    if workers > MOST_WORKERS:
-        raise ValueError(f"data.workers={workers} must be at most {MOST_WORKERS}, for each rank that loads samples")
-    _scalar(bool, data.get("shuffle", True), "data.shuffle")
-    _scalar(bool, data.get("drop_last", False), "data.drop_last")
+    """Check the loader's keys in `data` that are more than one value of one type."""
     pin = data.get("pin_memory")
     if pin not in (None, "auto") and not isinstance(pin, bool):
         raise ValueError(f"data.pin_memory={pin} is none of auto, true, false")
@@ -288,8 +244,6 @@ def _check_loader(data: Mapping[str, Any]) -> None:
 
 def _check_delay(settings: Settings) -> None:
     delay, world = settings.delay, settings.world
-    if delay.sample_ms < 0:
-        raise ValueError(f"delay.sample_ms={delay.sample_ms} must be at least 0")
     for path, rows, ranks, sizes in (
         ("delay.ranks", delay.ranks, 1, (2, 3)),
         ("delay.links", delay.links, 2, (3,)),
@@ -333,10 +287,10 @@ def _check_target(group: str, section: Mapping[str, Any]) -> None:
 
 
 def get(settings: Settings, path: str) -> Any:
-    """The value at a dotted path of fields."""
+    """Return the value at a dotted path of fields and of keys of groups; None where a group has no such key."""
     value: Any = settings
     for name in path.split("."):
-        value = getattr(value, name)
+        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name)
     return value
 
 
@@ -352,14 +306,15 @@ def one_of(path: str, value: Any, choices: Iterable[str]) -> None:
 
 
 def no_such_choice(path: str, value: Any, choices: Iterable[str]) -> str:
-    """What is said of a value that is none of `choices`; `path` is a key, or the group that a file was chosen from."""
-    if value in LATER.get(path, LATER.get(f"{path}.name", ())):
+    """Return the message about a value that is none of `choices`; `path` is a key or a group."""
+    known = KEYS.get(f"{path}.name") or KEYS.get(path)
+    if known is not None and value in known.later:
         return f"{path}={value} is not part of the engine yet; possible: {', '.join(choices)}"
     return unknown("choice", str(value), choices, shown=f"{path}={_shown(value)}")
 
 
 def unknown(what: str, given: str, valid: Iterable[str], shown: str | None = None) -> str:
-    """`foo=br: no such choice; did you mean bar? There is: bar, baz`."""
+    """Return a message like `foo=br: no such choice; did you mean bar? There is: bar, baz`."""
     names = sorted(valid)
     near = get_close_matches(given, names, n=1)
     hint = f"; did you mean {near[0]}?" if near else "."
@@ -367,5 +322,5 @@ def unknown(what: str, given: str, valid: Iterable[str], shown: str | None = Non
 
 
 def first_line(error: BaseException) -> str:
-    """The first non-empty line of an exception's message, or the name of its type."""
+    """Return the first non-empty line of an exception's message, or the name of its type."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

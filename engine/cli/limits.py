@@ -1,4 +1,4 @@
-"""What this host, and any host, has room for: a run that asks for more is refused before anything is started."""
+"""Refuse runs that need more memory, processes or open files than this host has."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ FILES, FILES_PER_WORKER = 26, 3  # that the parent has open at once: its own, an
 
 
 def check_limits(settings: Settings) -> None:
-    """ValueError for what does not fit, with what would."""
+    """Raise ValueError for settings that do not fit this host, with the limits."""
     _check_size(settings)
     _check_files(settings)
     _check_pinning(settings)
 
 
 def _check_size(settings: Settings) -> None:
-    """Slips of the keyboard that would fill the memory, or the host with processes."""
+    """Refuse programs and numbers of workers that are too large, mostly slips of the keyboard."""
     pipeline = settings.pipeline
     factors = {"pipeline.ranks": pipeline.ranks, "pipeline.microbatches": pipeline.microbatches}
     given = {f"schedule.{key}": settings.schedule.get(key) for key in STAGES_PER_RANK}
@@ -42,7 +42,7 @@ def _check_size(settings: Settings) -> None:
 
 
 def _check_files(settings: Settings) -> None:
-    """Below this the parent, or a library, stops in the middle of its start, and says so at length or not at all."""
+    """Refuse a run that needs more open files than `ulimit -n`; the parent or a library would stop while starting."""
     started = settings.launch == "processes" and not joined()
     inherited = inherited_files()
     needed = FILES + FILES_PER_WORKER * settings.world * started + inherited
@@ -55,7 +55,7 @@ def _check_files(settings: Settings) -> None:
 
 
 def _check_pinning(settings: Settings) -> None:
-    """Only a process of its own can be kept to cores, and where GPUs compute they decide what is near."""
+    """Refuse pin_workers=always where ranks are threads or compute on GPUs."""
     unfit = {"with launch=threads": settings.launch == "threads", "with device=cuda": settings.device == "cuda"}
     for where, so in (unfit | {"on this system": not hasattr(os, "sched_setaffinity")}).items():
         if settings.pin_workers == "always" and so:

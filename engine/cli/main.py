@@ -1,4 +1,4 @@
-"""The command line: Hydra composes the configuration, each job runs, the exit code says how it went.
+"""Entry point of the command line: Hydra composes, each job runs, the exit code says how it ended.
 
     main ──> Hydra ──> for each job: _job ──> config.load ──> run.train or run.plan
                                        └─ returns its Outcome, never raises: a failed job must not end a sweep
@@ -10,6 +10,7 @@ was started; 128 + n ended by signal n.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 from contextlib import suppress
@@ -27,16 +28,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from engine import environment
 from engine.cli import run
-from engine.cli.arguments import UsageError, arranged
-from engine.cli.complaints import check_groups, explain
+from engine.cli.arguments import UsageError, flags_first
 from engine.cli.composition import register_resolvers, run_dir, targets
-from engine.cli.config import AT_MOST, CONF, load
+from engine.cli.config import CONF, load
+from engine.cli.hydra_errors import check_groups, explain
 from engine.console import forgiving
 from engine.errors import Interrupted
 from engine.files import UnwritableError
 from engine.launch import interrupt
-from engine.launch.verdict import Outcome
-from engine.settings import Settings
+from engine.launch.failure_report import Outcome
+from engine.settings import KEYS, Settings
 
 if TYPE_CHECKING:
     from engine.folder.rows import Row
@@ -45,7 +46,7 @@ _outcomes: list[Outcome] = []  # of the jobs of this call of main, in order
 
 
 def main() -> int:
-    """Run what sys.argv asks for; returns the exit code."""
+    """Run what sys.argv asks for; return the exit code."""
     logging.getLogger().setLevel(logging.INFO)
     with forgiving():
         try:
@@ -62,7 +63,7 @@ def main() -> int:
 
 
 def _join() -> int:
-    """One of the ranks that a launcher started: rank 0 alone runs the command line."""
+    """Run as one of the ranks that a launcher started; rank 0 alone runs the command line."""
     # torch.distributed.launch adds this argument; the environment says the same.
     sys.argv[1:] = [a for a in sys.argv[1:] if not a.startswith(("--local-rank", "--local_rank"))]
     try:
@@ -83,12 +84,12 @@ def _join() -> int:
 
 
 def _limit_s() -> float:
-    """How long ranks wait for each other before anything is composed: `timeout_s`, where the command line has it."""
+    """Return how long ranks wait for each other before anything is composed: `timeout_s` as on the command line."""
     for word in reversed(sys.argv):
         key, _, value = word.partition("=")
         if key.lstrip("+") == "timeout_s":
             with suppress(ValueError):
-                return min(max(1.0, float(value)), AT_MOST["timeout_s"])  # NaN: 1
+                return min(max(1.0, float(value)), KEYS["timeout_s"].at_most or math.inf)  # NaN: 1
     return Settings.timeout_s
 
 
@@ -107,7 +108,7 @@ def _next_attempt() -> None:
 
 
 def _compose() -> int:
-    """Hydra composes and runs the job or the sweep."""
+    """Let Hydra compose and run the job or the sweep; return the exit code."""
     register_resolvers()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra hands its errors on instead of printing them and exiting
     _outcomes.clear()
@@ -115,7 +116,7 @@ def _compose() -> int:
         try:
             with interrupt.raising():
                 _check_start()
-                sys.argv[1:] = arranged(sys.argv[1:])
+                sys.argv[1:] = flags_first(sys.argv[1:])
                 check_groups(sys.argv[1:])
                 hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(_job)()
         except KeyboardInterrupt as error:
@@ -131,7 +132,7 @@ def _compose() -> int:
 
 
 def _exit_code() -> int:
-    """Of all jobs together. `REFUSED` says that nothing was started: some of a sweep's jobs may have been."""
+    """Return the exit code of all jobs together; REFUSED only where no job was started."""
     codes = {outcome.exit_code for outcome in _outcomes}
     return max(codes, default=0) if len(codes) < 2 else 1
 
@@ -144,7 +145,7 @@ def _check_start() -> None:
 
 
 def report(outcome: Outcome) -> int:
-    """Say on the screen, last of all, why a run did not complete; returns its exit code."""
+    """Print why a run did not complete, as the last thing on the screen; return its exit code."""
     sys.stdout.flush()
     if outcome.traceback:
         print(outcome.traceback.rstrip(), file=sys.stderr)
@@ -154,9 +155,9 @@ def report(outcome: Outcome) -> int:
 
 
 def _job(config: DictConfig) -> Outcome:
-    """One job of Hydra's. Only an interruption is raised: it is meant for the whole sweep."""
+    """Run one job of Hydra's. Raises only an interruption, which is meant for the whole sweep."""
     runtime = HydraConfig.get().runtime
-    outcome = run.taken(Path(runtime.output_dir)) or _outcome(config, runtime.cwd, runtime.output_dir)
+    outcome = run.refuse_used(Path(runtime.output_dir)) or _outcome(config, runtime.cwd, runtime.output_dir)
     if outcome.status == "interrupted":
         _compared()
         raise Interrupted(outcome.exit_code - 128, outcome.error)
@@ -176,7 +177,7 @@ def _outcome(config: DictConfig, start_dir: str, run_dir: str) -> Outcome:
 
 
 def _compared() -> None:
-    """Bring a sweep's comparison up to date, as far as its folder takes it."""
+    """Rewrite the comparison of a sweep, as far as its folder can be written."""
     if (hydra_ := HydraConfig.get()).mode is RunMode.MULTIRUN:
         from engine.report.compare import write_comparison
 
@@ -185,17 +186,22 @@ def _compared() -> None:
 
 
 class SweepTable(Callback):
-    """Keeps the comparison of a sweep's jobs up to date: after each job, since Hydra skips the end after a failure,
-    and even that after an interruption."""
+    """Hydra callback that keeps the comparison of a sweep's jobs up to date.
+
+    It writes after each job, since Hydra does not call the end of a sweep after a failed job.
+    """
 
     def on_job_start(self, config: DictConfig, **_: Any) -> None:
+        """Print the number and overrides of a sweep's job."""
         if config.hydra.mode.name == "MULTIRUN":
             print(f"\njob {config.hydra.job.num}: {' '.join(config.hydra.overrides.task)}", flush=True)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+        """Rewrite the comparison."""
         _compared()
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        """Print the comparison, and take exit codes from the folders of jobs that a launcher ran elsewhere."""
         from engine.folder.rows import read_rows
         from engine.report.compare import PAGE, comparison, write_comparison
 
@@ -214,6 +220,6 @@ class SweepTable(Callback):
 
 
 def _code(row: Row, folder: Path) -> int:
-    """The exit code of a job that another process ran."""
+    """Return the exit code of a job that another process ran."""
     refused = row["status"] == "failed" and not (folder / row["job"] / run.CONFIG_NAME).exists()
     return 0 if row["status"] == "completed" else run.REFUSED if refused else 1

@@ -1,4 +1,4 @@
-"""One run in the parent, top to bottom: settings -> job -> run folder -> workers -> summary.
+"""Run one training job or one plan in the parent process, from Settings to summary.json.
 
     train   prepare and prove the job, write what is known, start the workers, record what they tell, sum up
     plan    build, verify, simulate, print and write the schedule, or compare several; starts nothing, imports no torch
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import environment
-from engine.account.finite import LossNotFiniteError
+from engine.account.records.nan_watch import LossNotFiniteError
 from engine.errors import ExhaustedError, Interrupted, printable, said
 from engine.files import UnwritableError, write_json, write_text
 from engine.launch import interrupt
-from engine.launch.verdict import Outcome
+from engine.launch.failure_report import Outcome
 from engine.plan.actions import Program
 from engine.plan.choose import activations, compare, table
 from engine.plan.lowering import lower
@@ -35,6 +35,7 @@ from engine.plan.summary import CSV_NAME, plan_summary, plan_text
 from engine.plan.text import to_csv
 from engine.plan.verify import verify
 from engine.settings import Settings
+from engine.short_summary import write_short_summary
 from engine.telemetry.records import Record
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ REFUSED = 2  # exit code: the settings are wrong, nothing was started
 
 
 def train(settings: Settings, start_dir: str, run_dir: str) -> Outcome:
-    """Run a training job. `start_dir`: what the user's relative paths are relative to."""
+    """Run a training job; return how it ended. The user's relative paths are relative to `start_dir`."""
     folder, recorder = Path(run_dir).absolute(), None
     try:
         with contextlib.chdir(start_dir):  # a user's relative path means the same on every rank, also after a chdir
@@ -64,8 +65,8 @@ def train(settings: Settings, start_dir: str, run_dir: str) -> Outcome:
         return finish(folder, outcome, settings, recorder)
 
 
-def taken(folder: Path) -> Outcome | None:
-    """The refusal of a folder in which a run was started before: its results would be overwritten."""
+def refuse_used(folder: Path) -> Outcome | None:
+    """Return the refusal of a folder that holds a run already, whose results would be lost; else None."""
     if not (folder / CONFIG_NAME).exists():
         return None
     remedy = "give another folder (hydra.run.dir; with -m hydra.sweep.dir, hydra.sweep.subdir), or remove it"
@@ -99,7 +100,7 @@ def plan(settings: Settings, run_dir: str) -> Outcome:
 
 
 def _cheapest(settings: Settings, folder: Path) -> dict[str, Any]:
-    """Print and write the comparison that plan.compare asks for; returns the `schedule` section of its first row."""
+    """Print and write the comparison that plan.compare asks for; return the `schedule` section of its first row."""
     pipeline, wanted = settings.pipeline, settings.plan
     options = {settings.schedule["name"]: settings.schedule_options}
     choices = compare(wanted.compare, pipeline.ranks, pipeline.microbatches, wanted.costs, wanted.memory_limit, options)
@@ -116,11 +117,11 @@ def _cheapest(settings: Settings, folder: Path) -> dict[str, Any]:
 
 
 class SettingsError(ValueError):
-    """The settings ask for something that cannot be done; nothing was started."""
+    """Settings that cannot be run; nothing was started."""
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """What an exception in the parent makes of the run."""
+    """Return the outcome of a run that an exception in the parent ended."""
     if isinstance(error, KeyboardInterrupt):
         code = error.exit_code if isinstance(error, Interrupted) else 130
         return Outcome("interrupted", str(error) or "interrupted", code)
@@ -145,7 +146,7 @@ def finish(folder: Path, outcome: Outcome, settings: Settings | None, recorder: 
             if recorder is not None:
                 recorder.finish(outcome.status, outcome.error)
             else:
-                _write_summary(folder, outcome, settings)
+                write_short_summary(folder, outcome.status, outcome.error, settings)
     except UnwritableError as error:
         if outcome.status == "completed":
             return outcome_of(error)
@@ -154,20 +155,10 @@ def finish(folder: Path, outcome: Outcome, settings: Settings | None, recorder: 
     return outcome
 
 
-def _write_summary(folder: Path, outcome: Outcome, settings: Settings | None) -> None:
-    """summary.json of a run that recorded nothing."""
-    summary: dict[str, object] = {"status": outcome.status, "error": outcome.error}
-    if settings is not None:
-        summary |= {"mode": settings.mode, "schedule": settings.schedule.get("name")}
-        summary |= {"ranks": settings.pipeline.ranks, "microbatches": settings.pipeline.microbatches}
-        summary |= {"replicas": settings.data_parallel.replicas}
-    write_json(folder / "summary.json", summary)
-
-
 def write_plan(
     settings: Settings, program: Program, folder: Path, layers: Sequence[Sequence[str]] | None = None
 ) -> str:
-    """Verify and simulate; write plan.json and program.csv; return the text for a terminal."""
+    """Verify and simulate a program, write plan.json and program.csv; return the text for a terminal."""
     reduce = settings.data_parallel.replicas * program.placement.copies > 1
     lowered = lower(program, reduce, step=True, gather=reduce and settings.divided)
     for each in (program, lowered):
@@ -186,20 +177,16 @@ def write_plan(
 
 
 def _prepared(settings: Settings, start_dir: str, run_dir: str) -> Job:
-    """Everything that can be refused is refused here."""
+    """Return the Job; everything that can be refused is refused here, as SettingsError."""
     if settings.launch == "processes" and not environment.joined():
         from engine.launch.supervise import warm_up
 
         warm_up()
-    from engine.cli.config import one_of
-    from engine.collectives import COLLECTIVES
-    from engine.gradients.division import DIVISIONS
     from engine.launch import handover
     from engine.prepare.prepare import prepare
 
     try:
         _check_launcher(settings)
-        one_of("allreduce.name", settings.allreduce.name, [*COLLECTIVES, *DIVISIONS])
         handover.check(settings)
         return prepare(settings, start_dir, run_dir)
     except ValueError as error:
@@ -207,7 +194,7 @@ def _prepared(settings: Settings, start_dir: str, run_dir: str) -> Job:
 
 
 def _check_launcher(settings: Settings) -> None:
-    """What a launcher started must be what the configuration asks for."""
+    """Raise ValueError where a launcher started another number of ranks than the configuration asks for."""
     if not environment.joined():
         return
     started = environment.launched_world()
@@ -236,7 +223,7 @@ def _describe(job: Job, folder: Path, recorder: Recorder) -> None:
 
 
 def _note_device(settings: Settings, recorder: Recorder) -> None:
-    """Say so where `device=auto` has left GPUs alone."""
+    """Log a warning where `device=auto` has left GPUs unused."""
     import torch
 
     from engine.prepare.devices import passed_over

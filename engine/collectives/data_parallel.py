@@ -31,8 +31,8 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
-class Account:
-    """What the steps so far have cost: seconds and copied bytes by phase, threads started, seconds busy by device."""
+class StepCounters:
+    """Cost of the steps so far: seconds and copied bytes by phase, threads started, seconds busy by device."""
 
     steps: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -52,41 +52,44 @@ class Account:
 
 
 class DataParallel:
-    """`module` lives on the first of `devices`; buffers of the copies are thrown away after each step."""
+    """A module on the first of `devices`, copied to the others for each step.
+
+    Buffers of the copies are thrown away after each step.
+    """
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         if not devices:
             raise ValueError("DataParallel needs at least one device")
         self.module, self.devices = module.to(devices[0]), list(devices)
-        self.account = Account(busy=[0.0] * len(devices))
+        self.counters = StepCounters(busy=[0.0] * len(devices))
         self._copies = [copy.deepcopy(self.module).to(device) for device in self.devices[1:]]
 
     def step(self, inputs: Tensor, target: Tensor, loss: Loss) -> Tensor:
-        """Forward and backward of one batch: the loss; the mean's gradients are added to the module's own.
+        """Run forward and backward of one batch; return the loss.
 
-        `loss(output, target)` is a mean over samples. A batch of fewer samples than devices leaves some of them out.
-        ValueError for one of none.
+        The mean's gradients are added to the module's own. `loss(output, target)` is a mean over samples. A batch of
+        fewer samples than devices leaves some of them out. ValueError for one of none.
         """
         if not len(inputs):
             raise ValueError("DataParallel was given a batch without samples: leave that step out")
-        account = self.account
-        with account.phase("scatter"):
-            parts = scatter(inputs, self.devices, account)
-        with account.phase("replicate"):
+        counters = self.counters
+        with counters.phase("scatter"):
+            parts = scatter(inputs, self.devices, counters)
+        with counters.phase("replicate"):
             replicas = self._replicate(len(parts))
         outputs = self._apply([partial(m, x) for m, x in zip(replicas, parts, strict=True)], "forward")
-        with account.phase("gather"):
-            whole = gather(outputs, self.devices[0], account).requires_grad_()
-        with account.phase("loss", 0):
+        with counters.phase("gather"):
+            whole = gather(outputs, self.devices[0], counters).requires_grad_()
+        with counters.phase("loss", 0):
             value = loss(whole, target.to(self.devices[0]))
             value.backward()
         assert whole.grad is not None
-        with account.phase("scatter"):
-            grads = scatter(whole.grad, self.devices, account)
+        with counters.phase("scatter"):
+            grads = scatter(whole.grad, self.devices, counters)
         self._apply([partial(o.backward, g) for o, g in zip(outputs, grads, strict=True)], "backward")
-        with account.phase("reduce", 0):
+        with counters.phase("reduce", 0):
             self._reduce(replicas[1:])
-        account.steps += 1
+        counters.steps += 1
         return value.detach()
 
     def _replicate(self, count: int) -> list[nn.Module]:
@@ -98,7 +101,7 @@ class DataParallel:
                 for ours, theirs in zip(_state(self.module), _state(replica), strict=True):
                     theirs.copy_(ours)
                     theirs.grad = None
-                    self.account.copied_bytes["replicate"] += ours.nbytes
+                    self.counters.copied_bytes["replicate"] += ours.nbytes
         return [self.module, *copies]
 
     def _apply(self, calls: Sequence[Callable[[], Any]], phase: str) -> list[Any]:
@@ -112,15 +115,15 @@ class DataParallel:
                 results[number] = calls[number]()
             except BaseException as error:  # noqa: BLE001  # raised again below
                 errors.append(error)
-            self.account.busy[number] += time.perf_counter() - start
+            self.counters.busy[number] += time.perf_counter() - start
 
-        with self.account.phase(phase):
+        with self.counters.phase(phase):
             threads = [threading.Thread(target=work, args=(number,)) for number in range(len(calls))]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-        self.account.threads += len(threads)
+        self.counters.threads += len(threads)
         if errors:
             raise errors[0]
         return results
@@ -131,22 +134,22 @@ class DataParallel:
             for ours, theirs in zip(self.module.parameters(), replica.parameters(), strict=True):
                 if theirs.grad is None:
                     continue
-                self.account.copied_bytes["reduce"] += theirs.grad.nbytes
+                self.counters.copied_bytes["reduce"] += theirs.grad.nbytes
                 grad = theirs.grad.to(ours.device)
                 ours.grad = grad.clone() if ours.grad is None else ours.grad.add_(grad)
 
 
-def scatter(batch: Tensor, devices: Sequence[torch.device], account: Account) -> list[Tensor]:
-    """Parts of a batch along its first dimension, sizes differing by at most one, none empty: one per device."""
+def scatter(batch: Tensor, devices: Sequence[torch.device], counters: StepCounters) -> list[Tensor]:
+    """Cut a batch along its first dimension, one part per device; sizes differ by at most one, none is empty."""
     parts = [part for part in batch.tensor_split(len(devices)) if len(part)]
-    account.copied_bytes["scatter"] += sum(part.nbytes for part in parts[1:])
+    counters.copied_bytes["scatter"] += sum(part.nbytes for part in parts[1:])
     # To another device a part is copied anyway; on one device it must not be a view that the others could change.
     return [parts[0], *(part.to(device, copy=True) for part, device in zip(parts[1:], devices[1:], strict=False))]
 
 
-def gather(outputs: Sequence[Tensor], device: torch.device, account: Account) -> Tensor:
-    """The outputs, without their graphs, one behind the other on `device`."""
-    account.copied_bytes["gather"] += sum(output.nbytes for output in outputs[1:])
+def gather(outputs: Sequence[Tensor], device: torch.device, counters: StepCounters) -> Tensor:
+    """Concatenate the outputs, without their graphs, on `device`."""
+    counters.copied_bytes["gather"] += sum(output.nbytes for output in outputs[1:])
     return torch.cat([output.detach().to(device) for output in outputs])
 
 

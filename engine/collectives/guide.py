@@ -29,7 +29,7 @@ OTHERS = {
 
 
 def guide() -> str:
-    """Markdown: the example, and what each algorithm pays for N = 2, 4, 8."""
+    """Return the page's tables as Markdown: the example, and what each algorithm pays for N = 2, 4, 8."""
     return "\n".join([_example(), "", _terms(), ""])
 
 

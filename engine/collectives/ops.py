@@ -35,7 +35,7 @@ class ReduceOp(Enum):
     PRODUCT = "product"
 
     def refusal(self, dtype: torch.dtype) -> str | None:
-        """Why tensors of `dtype` have no such result; None where they have."""
+        """Say why tensors of `dtype` have no such result; None where they have."""
         allowed = _DEFINED[self]
         if dtype in allowed:
             return None
@@ -43,23 +43,23 @@ class ReduceOp(Enum):
         return f"no {self.value} of {dtype} is defined; use one of {names}"
 
     def combine(self, first: Tensor, second: Tensor, out: Tensor) -> None:
-        """`out` = first (op) second, elementwise; `out` may be either of them."""
+        """Write first (op) second into `out`, elementwise; `out` may be either of them."""
         _COMBINE[self](first, second, out=out)
 
     def prepare(self, part: Tensor, size: int) -> Tensor:
-        """What is combined for one of `size` parts: the part itself, or an fp32 copy for a mean in half precision."""
+        """Return what is combined for one of `size` parts: the part, or an fp32 copy for a mean in half precision."""
         if self is ReduceOp.MEAN and part.dtype in HALF:
             return part.float().mul_(mean_scale(size))
         return part
 
     def finish(self, combined: Tensor, size: int, dtype: torch.dtype) -> None:
-        """What the combination of `size` prepared parts of `dtype` still needs, in place."""
+        """Apply what the combination of `size` prepared parts of `dtype` still needs, in place."""
         if self is ReduceOp.MEAN:
             combined.div_(size * mean_scale(size) if dtype in HALF else size)
 
 
 def mean_scale(size: int) -> float:
-    """The largest power of two by which `size` finite half-precision numbers add up within the range of fp32.
+    """Return the largest power of two by which `size` finite half-precision numbers add up within fp32's range.
 
     bf16 reaches as far as fp32. Scaled so, its numbers are still exact: fp32 has 16 more bits below its smallest one.
     """
@@ -67,7 +67,7 @@ def mean_scale(size: int) -> float:
 
 
 def combine_means(first: Tensor, second: Tensor, count: int, own: int, out: Tensor) -> None:
-    """`out` = the mean over `count` parts whose mean is `first` and `own` parts whose mean is `second`.
+    """Write the mean over `count` parts with mean `first` and `own` parts with mean `second` into `out`.
 
     Half precision is computed in fp32 and rounded once: from equal values comes that value. Nothing from no parts.
     """
@@ -75,12 +75,12 @@ def combine_means(first: Tensor, second: Tensor, count: int, own: int, out: Tens
 
 
 def word(op: object) -> str:
-    """What messages call an operation, whatever was given for one."""
+    """Name an operation in messages, whatever was given for one."""
     return op.value if isinstance(op, ReduceOp) else repr(op)
 
 
 def refusal(op: object, dtype: torch.dtype) -> str | None:
-    """As `ReduceOp.refusal`, and of what is no `ReduceOp`: torch.distributed has another type of that name."""
+    """Say why there is no such result, also for an `op` that is no `ReduceOp`, like torch.distributed's own."""
     if isinstance(op, ReduceOp):
         return op.refusal(dtype)
     names = ", ".join(f"ReduceOp.{each.name}" for each in ReduceOp)

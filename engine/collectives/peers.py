@@ -19,14 +19,17 @@ PIECE_BYTES = 2**20  # smaller ones cost more in wake-ups than their overlap win
 
 @dataclass
 class Sent:
-    """The payload that left a rank so far; an empty tensor is no message."""
+    """Bytes and messages that left a rank so far; an empty tensor is no message."""
 
     nbytes: int = 0
     messages: int = 0
 
 
 class Peers:
-    """`members`: world ranks; a position is an index into them. `label` tells groups over the same ranks apart."""
+    """A member's ends of the channels to the other members, by position.
+
+    `members`: world ranks; a position is an index into them. `label` tells groups over the same ranks apart.
+    """
 
     def __init__(self, transport: Transport, members: Sequence[int], label: str, sent: Sent | None = None) -> None:
         self.transport, self.members, self.label = transport, tuple(members), label
@@ -52,11 +55,11 @@ class Peers:
         return self._from[source].irecv(tensor)
 
     def labelled(self, label: str) -> Peers:
-        """The same members over other channels, counted together with these."""
+        """Return the same members over other channels, counted together with these."""
         return Peers(self.transport, self.members, label, self.sent)
 
     def scratch(self, slot: Hashable, like: Tensor, elements: int) -> Tensor:
-        """A buffer [elements] of the dtype and device of `like`; what `slot` held before is lost."""
+        """Return a buffer [elements] of the dtype and device of `like`; what `slot` held before is lost."""
         nbytes = -(-elements * like.element_size() // 64) * 64
         kept = self._scratch.get(slot)
         if kept is None or len(kept) < nbytes or kept.device != like.device:
@@ -65,11 +68,11 @@ class Peers:
 
 
 def mesh(members: Sequence[int], pairs: Iterable[tuple[int, int]], label: str) -> list[Edge]:
-    """The edges of directed pairs of positions, each once, in the order given."""
+    """Return the edges of directed pairs of positions, each once, in the order given."""
     return [Edge(members[a], members[b], label) for a, b in dict.fromkeys(pairs)]
 
 
-def pieces(tensor: Tensor) -> list[Tensor]:
+def message_pieces(tensor: Tensor) -> list[Tensor]:
     """Cut a flat tensor into pieces of at most PIECE_BYTES; none of an empty one."""
     if not len(tensor):
         return []
@@ -77,13 +80,13 @@ def pieces(tensor: Tensor) -> list[Tensor]:
     return [tensor] if len(tensor) <= size else list(tensor.split(size))
 
 
-def alike(cut: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
-    """Views of `buffer`, one behind the other, of the sizes of `cut`."""
+def views_like(cut: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
+    """Return views of `buffer`, one behind the other, of the sizes of `cut`."""
     sizes = [len(piece) for piece in cut]
     return list(buffer[: sum(sizes)].split(sizes)) if sizes else []
 
 
 def wait_all(works: Iterable[Work]) -> None:
-    """Wait for all of them, in order."""
+    """Wait for all works, in order."""
     for work in works:
         work.wait()

@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from engine.collectives.ops import ReduceOp
-from engine.collectives.peers import Peers, pieces, wait_all
-from engine.collectives.shapes import Node
+from engine.collectives.peers import Peers, message_pieces, wait_all
+from engine.collectives.topologies import Node
 from engine.transport import Work
 
 
 def up_and_down(peers: Peers, node: Node, tensor: Tensor, op: ReduceOp, name: str = "tree") -> Iterator[None]:
     """All-reduce a flat tensor in place; yields before each wait. `name` tells the buffers of several trees apart."""
-    cut = pieces(tensor)
+    cut = message_pieces(tensor)
     arriving = [] if node.parent is None else [peers.recv(node.parent, piece) for piece in cut]
     sent: list[Work] = []
     for piece in _combined(peers, node.children, cut, op, name):
@@ -41,7 +41,7 @@ def up_and_down(peers: Peers, node: Node, tensor: Tensor, op: ReduceOp, name: st
 def up(peers: Peers, node: Node, tensor: Tensor, op: ReduceOp) -> None:
     """Reduce to the root; the tensor of an inner node holds the combination of its subtree afterwards."""
     sent: list[Work] = []
-    for piece in _combined(peers, node.children, pieces(tensor), op, "up"):
+    for piece in _combined(peers, node.children, message_pieces(tensor), op, "up"):
         if node.parent is not None:
             sent.append(peers.send(node.parent, piece))
     wait_all(sent)
@@ -49,7 +49,7 @@ def up(peers: Peers, node: Node, tensor: Tensor, op: ReduceOp) -> None:
 
 def down(peers: Peers, node: Node, tensor: Tensor) -> None:
     """Copy the root's flat tensor into everybody's."""
-    cut = pieces(tensor)
+    cut = message_pieces(tensor)
     arriving = [] if node.parent is None else [peers.recv(node.parent, piece) for piece in cut]
     sent: list[Work] = []
     for number, piece in enumerate(cut):

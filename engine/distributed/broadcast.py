@@ -14,7 +14,7 @@ from engine.collectives.primitives.tensors import own_mode
 from engine.distributed.nested import pack, unpack
 from engine.distributed.world import World, current
 from engine.errors import a_type
-from engine.gradients.alike import require_alike
+from engine.gradients.layout_check import require_alike
 
 Named = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
@@ -51,7 +51,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, world: W
 
 
 def named_pairs(argument: str, given: Any) -> list[tuple[str, Any]]:
-    """The (name, tensor) pairs of an argument; ValueError where it is anything else."""
+    """Return the (name, tensor) pairs of an argument; ValueError where it is anything else."""
     items = list(given) if isinstance(given, Iterable) and not isinstance(given, Tensor | nn.Module) else [given]
     for item in items:
         if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
@@ -65,7 +65,7 @@ def named_pairs(argument: str, given: Any) -> list[tuple[str, Any]]:
 
 
 def broadcast_value(value: Any, root_rank: int, group: Group) -> Any:
-    """Nested plain data (see `nested`) of the root, on everybody; what the others pass does not matter."""
+    """Return the root's nested plain data (see `nested`) on everybody; what the others pass does not matter."""
     device = group.peers.transport.device
     data, complaint = b"", group.stranger("root_rank", root_rank)
     if group.rank == root_rank:

@@ -19,7 +19,7 @@ LOOK_S = 1.0  # how often whoever waits looks at what the others have called
 
 
 class Calls:
-    """The calls of one world. `store` is shared by its ranks."""
+    """The last calls of all ranks of one world; `store` is shared by them."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store, self._rank = store.clone(), rank  # beside those that use it in other threads
@@ -30,7 +30,7 @@ class Calls:
 
     @contextmanager
     def during(self, kind: str, words: str) -> Iterator[None]:
-        """A call that begins here, see `enter`; calls inside it are parts of it."""
+        """Context of a call that begins here, see `enter`; calls inside it are parts of it."""
         if self._inside:
             yield
             return
@@ -45,7 +45,7 @@ class Calls:
             self._inside = False
 
     def enter(self, kind: str, words: str) -> None:
-        """This rank is about to wait in `words`, which can only end where all ranks call something of the same `kind`.
+        """Note that this rank is about to wait in `words`, which ends only where all ranks call the same `kind`.
 
         RuntimeError where another one has not, see `check`.
         """
@@ -54,7 +54,7 @@ class Calls:
         self.check()
 
     def check(self) -> None:
-        """RuntimeError with what this rank waits in and what the others have called, where that can never end."""
+        """Raise RuntimeError with what all ranks have called, where this rank's wait can never end."""
         others: dict[str, list[str]] = {}
         for rank, note in enumerate(self._store.multi_get(self._keys)):
             number, kind, words = note.decode().split("\n")
@@ -78,16 +78,17 @@ class Calls:
 
 
 class NotedGroup(Group):
-    """A group whose calls are noted. What its members call differently among themselves is for `agree` to say."""
+    """A group whose calls are noted; what its members call differently among themselves is for `agree` to say."""
 
     def __init__(self, transport: Transport, label: str, calls: Calls) -> None:
         super().__init__(transport, range(transport.world), label)
         self.calls = calls
 
     def during(self, words: str) -> AbstractContextManager[None]:
-        """A call that begins with something else than a comparison."""
+        """Context of a call that begins with something else than a comparison."""
         return self.calls.during(f"group {self.label}", words)
 
     def meet(self, words: str, complaint: str | None = None) -> None:
+        """Compare this call with the other members', and note it."""
         with self.during(words):
             super().meet(words, complaint)

@@ -23,14 +23,14 @@ _LINE = 64
 
 
 def pack(value: Any) -> bytes:
-    """ValueError where `value` holds something that is neither a tensor, a number, a text, a list, nor a dictionary."""
+    """Serialize nested plain data; ValueError for what is no tensor, number, text, list or dictionary."""
     parts: list[bytes] = []
     text = json.dumps(_plain(value, parts)).encode()
     return b"".join(_padded(part) for part in (struct.pack("<q", len(text)) + text, *parts))
 
 
 def unpack(data: bytes) -> Any:
-    """The inverse; tensors are on the CPU."""
+    """Read what `pack` wrote; tensors are on the CPU."""
     (length,) = struct.unpack_from("<q", data)
     body = memoryview(data)[len(_padded(data[: 8 + length])) :]
     return _restored(json.loads(data[8 : 8 + length]), body)

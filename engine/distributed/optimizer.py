@@ -23,14 +23,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from engine.distributed.broadcast import broadcast_optimizer_state, broadcast_parameters, named_pairs
 from engine.distributed.calls import LOOK_S
-from engine.distributed.roll_call import RollCall
+from engine.distributed.stragglers import Stragglers
 from engine.distributed.world import World, current
 from engine.errors import a_type
-from engine.gradients.alike import require_alike
 from engine.gradients.buckets import Reducer
 from engine.gradients.combine import Mean
 from engine.gradients.compression import Compression
-from engine.gradients.watch import Watch
+from engine.gradients.grad_hooks import GradHooks
+from engine.gradients.layout_check import require_alike
 from engine.transport import PeerError
 
 BUCKET_BYTES = 25 * 2**20
@@ -49,12 +49,12 @@ def DistributedOptimizer(  # noqa: N802  # the name it has in Horovod
     bucket_bytes: int = BUCKET_BYTES,
     world: World | None = None,
 ) -> Any:
-    """The same optimizer over all ranks; `optimizer` itself must not be used any more.
+    """Return an optimizer of the same class whose step sees the gradients of all ranks.
 
-    `backward_passes_per_step`: how many backwards add to the gradients before they are reduced. `op`: mean or sum over
-    the ranks. ValueError where the names do not cover the optimizer's parameters, for LBFGS, and on all ranks where the
-    parameters, `op` or `compression` differ. Parameters belong to the latest that was made for any of them: an earlier
-    one's step is an error from then on.
+    `optimizer` itself must not be used any more. `backward_passes_per_step`: how many backwards add to the gradients
+    before they are reduced. `op`: mean or sum over the ranks. ValueError where the names do not cover the optimizer's
+    parameters, for LBFGS, and on all ranks where the parameters, `op` or `compression` differ. Parameters belong to the
+    latest that was made for any of them: an earlier one's step is an error from then on.
     """
     for name, number in (("backward_passes_per_step", backward_passes_per_step), ("bucket_bytes", bucket_bytes)):
         if not isinstance(number, int) or number < 1:
@@ -107,7 +107,7 @@ def _named(
 
 
 class Synchronizer:
-    """The reductions behind one optimizer. A round is one step's worth of gradients of all parameters."""
+    """The reductions behind one optimizer; a round is one step's worth of gradients of all parameters."""
 
     def __init__(
         self,
@@ -131,10 +131,10 @@ class Synchronizer:
         self.combine = Mean(ring, compression, average=op == "mean")
         self.reducer = Reducer(named, ring, bucket_bytes, combine=self.combine)
         names = [[name for name, _ in bucket.named] for bucket in self.reducer.buckets]
-        self._calls = RollCall(world, ring.label, names)
+        self._calls = Stragglers(world, ring.label, names)
         self._step = 0
         self.combine.begin = lambda bucket: self._calls.arrive(self._step, bucket)
-        self._watch = Watch([p for _, p in self.reducer.named], self.added)
+        self._watch = GradHooks([p for _, p in self.reducer.named], self.added)
         for _, p in named:
             _latest[p] = weakref.ref(self)
         self._begin()
@@ -152,7 +152,7 @@ class Synchronizer:
             earlier._watch.close()
 
     def added(self, number: int) -> None:
-        """A backward has added to the gradient of a parameter."""
+        """Note that a backward has added to the gradient of a parameter."""
         self.done = False
         self._left[number] -= 1
         if self._left[number] < 0:
@@ -165,7 +165,7 @@ class Synchronizer:
             self.reducer.seen(number)
 
     def run(self) -> None:
-        """One round: start what has not started, wait for all. Says who is missing where it takes long.
+        """Run one round: start what has not started, wait for all; warn of who is missing where it takes long.
 
         RuntimeError with the same line where the wait has to be given up, or where another rank has called something
         else.
@@ -201,7 +201,7 @@ class Synchronizer:
             )
 
     def require_known(self, groups: Sequence[dict[str, Any]]) -> None:
-        """ValueError where a parameter has come to the optimizer's groups that the ranks have not agreed on."""
+        """Raise ValueError for a parameter that has come to the groups without the ranks having agreed on it."""
         for g, group in enumerate(groups):
             for i, parameter in enumerate(group["params"]):
                 if id(parameter) not in self._known:
@@ -227,8 +227,10 @@ class _Steps:
     _sync: Synchronizer
 
     def synchronize(self) -> None:
-        """Make the gradients those of all ranks now, to clip or unscale them; neither `step` nor another call does it
-        again before the next backward."""
+        """Make the gradients those of all ranks now, to clip or unscale them.
+
+        Neither `step` nor another call does it again before the next backward.
+        """
         if not self._sync.done:
             self._sync.run()
 
@@ -258,7 +260,7 @@ class _Steps:
     step.hooked = True  # type: ignore[attr-defined]  # torch wraps an optimizer's step once; the class behind this one's is
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ever. Gradients that are on their way already arrive first, on all ranks, and are dropped.
+        """Reset the gradients; those that are on their way already arrive first, on all ranks, and are dropped.
 
         Where some ranks drop what others step with, the next reduction is a RuntimeError on all of them.
         """
@@ -273,7 +275,7 @@ class _Steps:
         raise ValueError("add parameters before DistributedOptimizer is made: all ranks have agreed on those there are")
 
     def join(self) -> int:
-        """Out of samples: take part in the other ranks' steps, with nothing, until all have come here.
+        """Take part in the other ranks' steps with no gradients of one's own, until all have come here.
 
         Afterwards all ranks hold the parameters and the optimizer state of the rank whose samples lasted longest,
         which is returned (of several the first). The mean of a step is one over the ranks that still had samples. May

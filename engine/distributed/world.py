@@ -22,18 +22,19 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 from engine.collectives import Group, Ring
 from engine.distributed.calls import Calls, NotedGroup
 from engine.environment import check_launcher, joined, seat_of
-from engine.transport import Transport, rendezvous
-from engine.transport.processes import between_processes, without_shared_memory
+from engine.transport import Endpoint, Transport, rendezvous
 from engine.transport.threads import ThreadHub
+from engine.transports import AUTO, choose_transport
 
 TIMEOUT_S = 600.0
 PATIENCE_S = 10.0
 
 
 class World:
-    """All ranks. `store` is shared by them; after `patience_s` seconds of waiting a rank says for whom it waits.
+    """All ranks that train together, seen from this one.
 
-    `between_cpus` makes the transport for gradients on CPUs where `transport` is one between GPUs, when it is needed.
+    `store` is shared by them; after `patience_s` seconds of waiting a rank says for whom it waits. `between_cpus` makes
+    the transport for gradients on CPUs where `transport` is one between GPUs, when it is needed.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class World:
         self.group = NotedGroup(transport, "state", self.calls)  # for what the program's own thread exchanges
 
     def ring(self, devices: Iterable[torch.device]) -> Ring:
-        """A ring of its own channels over all ranks, for tensors on `devices`. All ranks ask in the same order.
+        """Return a ring of its own channels over all ranks, for tensors on `devices`; all ranks ask in the same order.
 
         ValueError where they are of several kinds, or on GPUs where the world was joined with CPUs.
         """
@@ -83,17 +84,18 @@ class World:
         return f"{kind}{self._labels[kind]}"
 
     def making(self) -> AbstractContextManager[None]:
-        """The call in which ranks make their next optimizer together."""
+        """Context of the call in which ranks make their next optimizer together."""
         return self.calls.during("DistributedOptimizer", f"DistributedOptimizer(), number {self._opened + 1}")
 
     def close(self) -> None:
+        """Close the connections to the other ranks."""
         for transport in {id(each): each for each in (self.transport, self._cpus) if each is not None}.values():
             transport.close()
 
 
 _world: World | None = None
 _own = threading.local()  # `join`: makes the world of a rank that is a thread
-_place: rendezvous.Place | None = (
+_place: rendezvous.Rendezvous | None = (
     None  # among what the launcher started: met once, whatever is opened and closed over it
 )
 _joinings = 0  # all ranks join equally often, and each time under keys of its own
@@ -120,13 +122,13 @@ def init(timeout_s: float = TIMEOUT_S, patience_s: float = PATIENCE_S, device: s
     store = _store(timeout_s)
     beside = PrefixStore("cpus", store) if joined() else store
     transport = _transport(store, timeout_s, device)
-    _world = World(transport, store, patience_s, lambda: _between_cpus(beside, timeout_s))
+    _world = World(transport, store, patience_s, lambda: _between(beside, timeout_s, torch.device("cpu")))
     atexit.register(shutdown)
     return _world
 
 
 def shutdown() -> None:
-    """Leave; nothing where this process has not joined."""
+    """Leave the other ranks; does nothing where this process has not joined."""
     global _world  # noqa: PLW0603
     if _world is not None:
         _world.close()
@@ -134,7 +136,7 @@ def shutdown() -> None:
 
 
 def current() -> World:
-    """The world of this process, or of this thread where ranks are threads; joins at the first call."""
+    """Return the world of this process, or of this thread where ranks are threads; joins at the first call."""
     join = getattr(_own, "join", None)
     return join() if join is not None else _world or init()
 
@@ -145,12 +147,12 @@ def bind(join: Callable[[], World] | None) -> None:
 
 
 def rank() -> int:
-    """Which of the ranks this process is, 0 .. size()-1."""
+    """Return which of the ranks this process is, 0 .. size()-1."""
     return current().rank
 
 
 def size() -> int:
-    """How many ranks train together: 1 without a launcher."""
+    """Return how many ranks train together: 1 without a launcher."""
     return current().size
 
 
@@ -169,16 +171,14 @@ def _store(timeout_s: float) -> Any:
 def _transport(store: Store, timeout_s: float, device: str) -> Transport:
     if not joined():
         return ThreadHub(1, timeout_s).transport(0)
-    number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     gpus = torch.cuda.device_count()
-    seat = seat_of(number, count, os.environ, gpus)
-    if device == "cuda" or (device == "auto" and seat.enough(gpus)):
-        from engine.transport.nccl import NcclTransport
-
-        return NcclTransport(number, count, store, timeout_s, torch.device("cuda", seat.gpu(gpus)))
-    return _between_cpus(store, timeout_s)
+    seat = seat_of(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.environ, gpus)
+    on_gpu = device == "cuda" or (device == "auto" and seat.enough(gpus))
+    return _between(store, timeout_s, torch.device("cuda", seat.gpu(gpus)) if on_gpu else torch.device("cpu"))
 
 
-def _between_cpus(store: Store, timeout_s: float) -> Transport:
-    number, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return between_processes(number, count, store, timeout_s, without_shared_memory() is None)
+def _between(store: Store, timeout_s: float, device: torch.device) -> Transport:
+    """The transport of this process for tensors on such devices."""
+    end = Endpoint(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), store, timeout_s, device)
+    made: Transport = choose_transport(AUTO, "processes", device.type).open(end)
+    return made

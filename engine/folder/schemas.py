@@ -40,13 +40,17 @@ class Damaged(ValueError):  # noqa: N818  # a state of a file
 
 
 @with_config(_STRICT)
-class Loss(TypedDict, total=False):
+class LossSummary(TypedDict, total=False):
+    """`loss` of summary.json."""
+
     first: Number | None
     last: Number | None
 
 
 @with_config(_STRICT)
 class StepTime(TypedDict, total=False):
+    """`step_time` of summary.json, in seconds."""
+
     median: Above0 | None
     min: Seconds | None
     max: Seconds | None
@@ -54,11 +58,15 @@ class StepTime(TypedDict, total=False):
 
 @with_config(_STRICT)
 class RankTime(TypedDict):
+    """An entry of `bubble.per_rank`, as far as it is read: seconds of a step."""
+
     compute: Seconds
 
 
 @with_config(_STRICT)
 class Bubble(TypedDict, total=False):
+    """`bubble` of summary.json: shares of the step."""
+
     ideal: Number | None
     predicted: Number | None
     measured: Number | None
@@ -67,6 +75,8 @@ class Bubble(TypedDict, total=False):
 
 @with_config(_STRICT)
 class Memory(TypedDict):
+    """`memory` of summary.json: bytes by pipeline rank, the largest over replicas."""
+
     parameters: list[Size]
     gradients: list[Size]
     buckets: list[Size]
@@ -77,16 +87,22 @@ class Memory(TypedDict):
 
 @with_config(_STRICT)
 class AllReduce(TypedDict, total=False):
+    """`allreduce` of summary.json, as far as it is read."""
+
     bytes_sent_per_rank: Size | None
 
 
 @with_config(_STRICT)
 class DataParallel(TypedDict, total=False):
+    """`data_parallel` of summary.json, as far as it is read."""
+
     mode: Word | None
 
 
 @with_config(_STRICT)
 class Summary(TypedDict, total=False):
+    """The content of summary.json that a sweep's rows are made of; what is not known is null or absent."""
+
     status: str
     error: Word | None
     mode: Word
@@ -95,7 +111,7 @@ class Summary(TypedDict, total=False):
     microbatches: Some
     replicas: Some
     global_batch_size: Some
-    loss: Loss | None
+    loss: LossSummary | None
     step_time: StepTime | None
     samples_per_second: Above0 | None
     bubble: Bubble | None
@@ -121,11 +137,13 @@ class RunSummary(TypedDict):
 
 @with_config(_STRICT)
 class PlannedRank(TypedDict):
+    """An entry of `per_rank` in plan.json, as far as it is read."""
+
     peak_in_flight: Count
 
 
 @with_config(ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
-class Choice(TypedDict):
+class ChoiceEntry(TypedDict):
     """The fields of `plan.choose.Choice`."""
 
     name: Word
@@ -142,9 +160,11 @@ class Choice(TypedDict):
 
 @with_config(_STRICT)
 class Plan(TypedDict):
+    """The content of plan.json, as far as it is read."""
+
     per_rank: list[PlannedRank]
     bubble_fraction: Number
-    choice: Choice
+    choice: ChoiceEntry
 
 
 # ---- config.json, costs.json ---------------------------------------------------------------------------------------
@@ -152,6 +172,8 @@ class Plan(TypedDict):
 
 @with_config(_STRICT)
 class Config(TypedDict):
+    """The content of config.json, as far as it is read."""
+
     model: dict[str, Any]
     data: dict[str, Any]
     delay: dict[str, Any]
@@ -160,7 +182,9 @@ class Config(TypedDict):
 
 
 @with_config(_STRICT)
-class Layer(TypedDict):
+class LayerEntry(TypedDict):
+    """A layer in costs.json: seconds of its forward, bytes of what it keeps, holds, and sends both ways."""
+
     name: Word
     forward: Seconds
     activation_bytes: Size
@@ -170,12 +194,16 @@ class Layer(TypedDict):
 
 @with_config(_STRICT)
 class Short(TypedDict):
+    """Computations in costs.json of a smaller micro-batch: seconds by kind and stage."""
+
     rows: Above0
     duration: list[list[Seconds]]
 
 
 @with_config(_STRICT)
-class Costs(TypedDict):
+class CostsFile(TypedDict):
+    """The content of costs.json; `predict/costs.py` says what it means."""
+
     threads: Count | None
     schedule: Word
     options: dict[str, Any]
@@ -200,7 +228,7 @@ class Costs(TypedDict):
     reduced: bool
     normed: bool
     gathered: bool
-    layers: Annotated[list[Layer], Field(min_length=1)]
+    layers: Annotated[list[LayerEntry], Field(min_length=1)]
 
 
 # ---- a series in an event file --------------------------------------------------------------------------------------
@@ -222,6 +250,8 @@ Pair = Annotated[list[Moment], Field(min_length=2, max_length=2)]
 
 @with_config(_STRICT)
 class Spans(TypedDict):
+    """The columns of a document's spans, in nanoseconds; `stage` and `microbatch` are -1 where there is none."""
+
     rank: list[Index]
     kind: list[Annotated[int, Field(ge=0, le=max(Kind))]]
     stage: list[OrNone]

@@ -16,7 +16,7 @@ Task = tuple[Callable[[], None], "Future[None]"]
 
 
 class ReduceThread:
-    """Runs what it is given, in order. The reducers of one rank share one."""
+    """A thread that runs what it is given, in order; the reducers of one rank share one."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
@@ -30,7 +30,7 @@ class ReduceThread:
         return future
 
     def close(self) -> None:
-        """Let the thread end behind what it was given. Does not wait for it."""
+        """Let the thread end behind what it was given, without waiting for it."""
         self._end()
 
 

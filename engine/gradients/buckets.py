@@ -25,15 +25,15 @@ import torch
 from torch import Tensor
 
 from engine.collectives.allreduce.base import Collective
-from engine.gradients.alike import require_alike
 from engine.gradients.background import ReduceThread
 from engine.gradients.combine import Combine, Sum
 from engine.gradients.layout import Bucket, Named, cut, fingerprints
+from engine.gradients.layout_check import require_alike
 from engine.gradients.order import Order
 
 
 class Reduced(NamedTuple):
-    """When a bucket's last gradient was there, when its reduction began and when that ended: time.monotonic_ns."""
+    """Times of a bucket's reduction, by time.monotonic_ns: gradients complete, begun, ended."""
 
     ready: int
     start: int
@@ -41,11 +41,12 @@ class Reduced(NamedTuple):
 
 
 class Reducer:
-    """`params`: (name, parameter) in registration order; frozen ones are left out.
+    """Sum the gradients of one stage over its replicas: in buckets, behind the computation.
 
-    `bucket_bytes`: gradients per bucket. `thread` and `order` are shared by the reducers of one rank, `combine` says
-    how a bucket is combined (default: summed). Building it waits for the other members, which must agree on the layout
-    (ValueError). After `wait`, `.grad` is a view into a buffer that the next reduction reuses.
+    `params`: (name, parameter) in registration order; frozen ones are left out. `bucket_bytes`: gradients per bucket.
+    `thread` and `order` are shared by the reducers of one rank, `combine` says how a bucket is combined (default:
+    summed). Building it waits for the other members, which must agree on the layout (ValueError). After `wait`, `.grad`
+    is a view into a buffer that the next reduction reuses.
     """
 
     def __init__(
@@ -81,17 +82,17 @@ class Reducer:
 
     @property
     def wire_bytes(self) -> int:
-        """n of one reduction: what the collective sums."""
+        """Bytes of one reduction: what the collective sums."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def expect(self) -> None:
-        """The gradients that `seen` names from now on are the step's: they will not change any more."""
+        """Reduce each bucket as soon as `seen` has named all of its gradients: from now on they are final."""
         self._missing = [set() for _ in self.buckets]
         for number, home in enumerate(self._home):
             self._missing[home].add(number)
 
     def seen(self, number: int) -> None:
-        """The gradient of parameter `number` (in `named`) is complete. Means nothing unless it is expected."""
+        """Note that the gradient of parameter `number` (in `named`) is complete; ignored unless `expect` was called."""
         if self._missing:
             home = self._home[number]
             waiting = self._missing[home]

@@ -24,7 +24,10 @@ DROPS = 8  # small whole numbers, exact in every dtype
 
 
 class Combine(Protocol):
-    """`marks`: how many leading elements of each bucket are the combiner's own; `shards`: see `Bucket`."""
+    """How one bucket is combined over the members.
+
+    `marks`: how many leading elements of each bucket are the combiner's own; `shards`: see `Bucket`.
+    """
 
     marks: int
     shards: int
@@ -34,7 +37,7 @@ class Combine(Protocol):
 
 
 class Sum:
-    """The sum over all members."""
+    """Combine by the sum over all members."""
 
     marks, shards = 0, 1
 
@@ -42,6 +45,7 @@ class Sum:
         self._collective = collective
 
     def __call__(self, number: int, bucket: Bucket, flat: Tensor) -> None:
+        """Sum `flat` over all members, in place."""
         self._collective.all_reduce(flat)
 
 
@@ -68,6 +72,7 @@ class Mean:
         self._feedback: dict[int, Feedback] = {}
 
     def __call__(self, number: int, bucket: Bucket, flat: Tensor) -> None:
+        """Replace the gradients in `flat`, bucket `number`, by their mean or sum over those that take part."""
         self.begin(number)
         size, mine = len(self._collective.members), self._collective.position
         head, data = flat[: bucket.head], flat[bucket.head :]

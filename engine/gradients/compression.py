@@ -23,7 +23,7 @@ SMALLEST = -100  # magnitudes below 2^-100 are not scaled up further: fp32 could
 
 
 class Compression(Enum):
-    """What gradients are on the wire."""
+    """How gradients travel: as they are, or in half precision."""
 
     none = None
     fp16 = torch.float16
@@ -31,11 +31,12 @@ class Compression(Enum):
 
     @property
     def dtype(self) -> torch.dtype | None:
+        """Dtype on the wire; None where gradients travel as they are."""
         return self.value
 
 
 def scale_for(largest: float, members: int) -> float | None:
-    """The power of two to scale by before rounding; None where a gradient is not finite."""
+    """Return the power of two to scale by before rounding; None where a gradient is not finite."""
     if not math.isfinite(largest):
         return None
     _, exponent = math.frexp(largest * members)
@@ -43,17 +44,18 @@ def scale_for(largest: float, members: int) -> float | None:
 
 
 class Feedback:
-    """What rounding has taken from one bucket so far."""
+    """Rounding errors of one bucket, kept to be added to its next gradients."""
 
     def __init__(self, like: Tensor, wire: torch.dtype) -> None:
         self._residual = torch.zeros_like(like)
         self._wire = torch.empty_like(like, dtype=wire)
 
     def add_to(self, data: Tensor) -> None:
+        """Add what earlier rounding has taken away to `data`, in place."""
         data.add_(self._residual)
 
     def rounded(self, data: Tensor, scale: float | None) -> Tensor:
-        """`data` as it goes on the wire; keeps what is lost. The buffer is used again by the next call."""
+        """Return `data` as it goes on the wire and keep what is lost; the buffer is used again by the next call."""
         if scale is None:
             self._residual.zero_()
             return self._wire.copy_(data)

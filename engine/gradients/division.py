@@ -14,19 +14,22 @@ OSDI), which is ZeRO's first stage (Rajbhandari et al. 2020, SC, arXiv 1910.0205
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 from torch import Tensor
 
+from engine.allreduces import ALLREDUCES
 from engine.collectives.ops import ReduceOp
 from engine.collectives.primitives.group import Group
 from engine.collectives.primitives.many_to_many import all_gather_into_tensor, reduce_scatter_tensor
-from engine.collectives.shapes import flat as star
+from engine.collectives.topologies import flat as star
 from engine.collectives.trees import down, up
 from engine.gradients.layout import Bucket
+from engine.registry import Loaded
 
 
 class Division(ABC):
-    """Combines buckets as `Reducer` wants it: the head everywhere, of the gradients what a member owns."""
+    """How the optimizer's work on a bucket is divided over the members: reduce to owners, update, copy back."""
 
     marks = 0
     elementwise = False  # whether a parameter may be cut in the middle
@@ -38,25 +41,26 @@ class Division(ABC):
     @classmethod
     @abstractmethod
     def owners(cls, members: int) -> range:
-        """The positions of those of so many members that own anything."""
+        """Return the positions of those of `members` that own anything."""
 
     def __call__(self, number: int, bucket: Bucket, flat: Tensor) -> None:
+        """Sum the head of `flat`, bucket `number`, on everybody, and the gradients on who owns them."""
         self._group.collective.all_reduce(flat[: bucket.head])
         self._collect(flat[bucket.head :])
 
     def own(self, elements: int) -> tuple[int, int]:
-        """Where this member's part of `elements` behind the head begins and ends."""
+        """Return where this member's part of `elements` behind the head begins and ends."""
         return self.part(elements, self._group.position)
 
     def span(self, bucket: Bucket, position: int | None = None) -> tuple[int, int]:
-        """Where the part of a member, this one unless it is given, begins and ends in a bucket, head included."""
+        """Return where the part of a member, this one unless given, begins and ends in a bucket, head included."""
         own = self._group.position if position is None else position
         first, last = self.part(bucket.elements - bucket.head, own)
         return bucket.head + first, bucket.head + last
 
     @abstractmethod
     def part(self, elements: int, position: int) -> tuple[int, int]:
-        """Where the part of the member at `position` of `elements` behind the head begins and ends."""
+        """Return where the part of the member at `position` begins and ends, of `elements` behind the head."""
 
     @abstractmethod
     def _collect(self, data: Tensor) -> None:
@@ -68,7 +72,7 @@ class Division(ABC):
 
 
 class Shards(Division):
-    """Equal parts."""
+    """ZeRO-1: each member owns an equal shard of every bucket."""
 
     elementwise = True
 
@@ -78,9 +82,11 @@ class Shards(Division):
 
     @classmethod
     def owners(cls, members: int) -> range:
+        """Return the positions of those of `members` that own anything: all do."""
         return range(members)
 
     def part(self, elements: int, position: int) -> tuple[int, int]:
+        """Return where the part of the member at `position` begins and ends, of `elements` behind the head."""
         length = elements // self.shards
         return position * length, (position + 1) * length
 
@@ -88,24 +94,30 @@ class Shards(Division):
         reduce_scatter_tensor(data[slice(*self.own(len(data)))], data, group=self._group)
 
     def spread(self, data: Tensor) -> None:
+        """Copy every member's own part of `data` to all others, by all-gather."""
         all_gather_into_tensor(data, data[slice(*self.own(len(data)))], group=self._group)
 
 
 class Server(Division):
-    """Everything for the first member."""
+    """Parameter server on member 0: it owns everything."""
 
     @classmethod
     def owners(cls, members: int) -> range:
+        """Return the positions of those of `members` that own anything: the first."""
         return range(1)
 
     def part(self, elements: int, position: int) -> tuple[int, int]:
+        """Return where the part of the member at `position` begins and ends, of `elements` behind the head: all or
+        nothing.
+        """
         return 0, elements if position == 0 else 0
 
     def _collect(self, data: Tensor) -> None:
         up(self._group.peers, star(self._group.size)[self._group.position], data, ReduceOp.SUM)
 
     def spread(self, data: Tensor) -> None:
+        """Copy `data` of the first member to all others."""
         down(self._group.peers, star(self._group.size)[self._group.position], data)
 
 
-DIVISIONS: dict[str, type[Division]] = {"parameter_server": Server, "sharded_parameter_server": Shards}
+DIVISIONS: Mapping[str, type[Division]] = Loaded(ALLREDUCES, lambda row: row.division)

@@ -34,15 +34,16 @@ class Bucket:
 
     @property
     def first(self) -> nn.Parameter:
+        """First parameter; dtype and device of all."""
         return self.named[0][1]
 
     @property
     def nbytes(self) -> int:
-        """What the collective is given: marks, flags, gradients and padding."""
+        """Bytes that the collective is given: marks, flags, gradients and padding."""
         return self.elements * self.first.element_size()
 
     def place(self) -> None:
-        """Fix the offsets; called once, when the bucket is complete."""
+        """Fix the offsets; call it once, when the bucket is complete."""
         size = self.first.element_size()
         end = self.head = aligned(self.marks + len(self.named), size)
         for _, parameter in self.named:
@@ -52,7 +53,7 @@ class Bucket:
         self.elements = self.head + -(-(end - self.head) // lines) * lines
 
     def views(self, flat: Tensor, begins: int = 0) -> list[Tensor]:
-        """The gradients inside `flat`, with the shapes and strides of their parameters.
+        """Return the gradients inside `flat`, with the shapes and strides of their parameters.
 
         `begins`: the element of the bucket that `flat` begins with.
         """
@@ -86,11 +87,11 @@ def cut(named: Sequence[Named], bucket_bytes: int, marks: int = 0, shards: int =
 
 
 def fingerprints(named: Sequence[Named], bucket_bytes: int) -> list[str]:
-    """For each parameter everything that the layout follows from, in words."""
+    """Describe each parameter by everything that the layout follows from."""
     size = f"in buckets of {bucket_bytes} bytes"
     return [f"{name} {tuple(p.shape)} {p.dtype} strides {dense_strides(p)}, {size}" for name, p in named]
 
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """The tensor's own strides where its elements are dense in some order, else row-major ones."""
+    """Return the tensor's own strides where its elements are dense in some order, else row-major ones."""
     return torch.empty_like(tensor, device="meta").stride()

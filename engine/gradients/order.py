@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 
 class Order:
-    """Rounds of the same tasks: each runs once per round. Tasks are added before the first round."""
+    """Rounds of the same tasks, each run once per round in the order in which they were added."""
 
     def __init__(self) -> None:
         self._tasks: list[Callable[[], None]] = []
@@ -24,12 +24,12 @@ class Order:
         self._next = 0
 
     def add(self, start: Callable[[], None]) -> int:
-        """The last task so far; returns its number."""
+        """Add a task behind the others, before the first round; return its number."""
         self._tasks.append(start)
         return len(self._tasks) - 1
 
     def ready(self, number: int) -> None:
-        """Task `number` may start: it does, and with it whatever waited only for it."""
+        """Let task `number` start: it does in its turn, and with it whatever waited only for it."""
         assert number >= self._next and number not in self._ready, "ready twice in one round"
         self._ready.add(number)
         while self._next in self._ready:

@@ -26,11 +26,11 @@ from engine.gradients.buckets import Reducer
 from engine.gradients.division import Division
 from engine.gradients.layout import Bucket, Named
 from engine.gradients.order import Order
-from engine.gradients.pieces import Owned, Piece, move_into, owned
+from engine.gradients.shard_parameters import Owned, ShardParameter, move_into, owned
 
 
 class ShardedReducer(Reducer):
-    """A reducer after which each member has the gradients of its `pieces`, and no other; then `gather` and `gathered`.
+    """A reducer after which each member has the gradients of its `pieces` only; then `gather` and `gathered`.
 
     `group` leaves out the comparison of calls: the layout is compared once. The parameters are moved into buffers of
     the reducer's.
@@ -54,8 +54,8 @@ class ShardedReducer(Reducer):
         self.gather_span = (0, 0)  # time.monotonic_ns at the start and the end of the last gathering
 
     @property
-    def pieces(self) -> list[Piece]:
-        """What the optimizer updates, in the order of the parameters."""
+    def pieces(self) -> list[ShardParameter]:
+        """Parameters that the optimizer updates, in the order of the parameters."""
         return sorted((own.piece for bucket in self._pieces for own in bucket), key=lambda piece: piece.number)
 
     def _take(self, bucket: Bucket, values: Tensor, numbers: dict[int, int]) -> list[Owned]:
@@ -73,13 +73,13 @@ class ShardedReducer(Reducer):
             parameter.grad = None
 
     def gather(self) -> None:
-        """Start to exchange the updated shards; returns at once."""
+        """Start to exchange the updated shards; return at once."""
         stream = None if self._stream is None else torch.cuda.current_stream(self._stream.device)
         ready = None if stream is None else stream.record_event()
         self._gathering = [self._thread.start(lambda: self._gather(ready))]
 
     def gathered(self) -> bool:
-        """Block until the parameters are whole again; whether there was anything to wait for."""
+        """Block until the parameters are whole again; say whether there was anything to wait for."""
         waited = bool(self._gathering)
         for future in self._gathering:
             future.result()

@@ -34,12 +34,12 @@ POSITION_BYTES = 8
 
 
 def available() -> bool:
-    """Whether this system has what it is made of."""
+    """Say whether this system has what the delivery is made of: Linux with memfd_create."""
     return sys.platform == "linux" and hasattr(os, "memfd_create")
 
 
 class Counter:
-    """Rank 0's side. `positions`: an int64 for each rank."""
+    """Rank 0's side of the delivery. `positions`: an int64 for each rank, in shared memory."""
 
     def __init__(self, world: int) -> None:
         self._memory = os.memfd_create("engine-positions", os.MFD_CLOEXEC)
@@ -53,8 +53,11 @@ class Counter:
         self._listener.listen(world)
 
     def open(self, content: bytes, heard: Callable[[bytes], None], gone: Callable[[int], None]) -> None:
-        """From now on hand out `content`. Called in a thread: `heard(record)` for each record of a rank, in its order,
-        then `gone(rank)` when its process has ended."""
+        """Hand out `content` from now on, in a thread.
+
+        In that thread `heard(record)` is called for each record of a rank, in its order, then `gone(rank)` when its
+        process has ended.
+        """
         threading.Thread(target=self._serve, args=(content, heard, gone), name="delivery", daemon=True).start()
 
     def _serve(self, content: bytes, heard: Callable[[bytes], None], gone: Callable[[int], None]) -> None:
@@ -93,9 +96,10 @@ class Counter:
 
 
 def fetch(name: str, rank: int) -> tuple[bytes, memoryview, socket.socket]:
-    """What rank 0 hands out at the socket `name`, the ranks' positions, and the connection, whose end is rank 0's.
+    """Fetch what rank 0 hands out at the socket `name`.
 
-    StrangerError where it is another user's socket; OSError where nobody is there.
+    Returns the content, the ranks' positions, and the connection, whose end is rank 0's. StrangerError where it is
+    another user's socket; OSError where nobody is there.
     """
     end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -114,7 +118,10 @@ def fetch(name: str, rank: int) -> tuple[bytes, memoryview, socket.socket]:
 
 
 class Mail:
-    """Records of a rank on their way to rank 0: through `otherwise` until the connection is there, then over that."""
+    """A rank's way to send records to rank 0.
+
+    They go through `otherwise` until the connection is there, then over that.
+    """
 
     def __init__(self, otherwise: Callable[[bytes], None]) -> None:
         self._otherwise = otherwise
@@ -122,10 +129,11 @@ class Mail:
         self._lock = threading.Lock()  # the rank's threads log
 
     def use(self, end: socket.socket) -> None:
+        """Send records over this connection from now on."""
         self._end = end
 
     def post(self, record: bytes) -> None:
-        """OSError where rank 0 is gone."""
+        """Send a record to rank 0; OSError where rank 0 is gone."""
         if self._end is None:
             self._otherwise(record)
             return
@@ -134,7 +142,7 @@ class Mail:
 
 
 def mapped(memory: int) -> memoryview:
-    """The shared positions as int64s."""
+    """Map the shared positions as int64s."""
     return memoryview(mmap.mmap(memory, os.fstat(memory).st_size)).cast("q")
 
 

@@ -30,18 +30,18 @@ _Arrays = dict[str, np.ndarray[Any, np.dtype[np.int64]]]
 
 
 def written(job: Job) -> bytes:
-    """The job as bytes. ValueError where a user's section holds what is no plain data."""
+    """Serialize the job; ValueError where a user's section holds what is no plain data."""
     arrays: _Arrays = {}
     return encode(_KIND, _write(Job, job, "job", arrays), arrays)
 
 
 def check(settings: Settings) -> None:
-    """ValueError where a user's section holds what is no plain data: what `written` would raise of the job."""
+    """Raise ValueError where a user's section holds what is no plain data: what `written` would raise of the job."""
     _write(Settings, settings, "job.settings", {})
 
 
 def read(content: bytes) -> Job:
-    """The job in such bytes; ValueError, in one line, where they hold none."""
+    """Read a job from bytes; ValueError, in one line, where they hold none."""
     record = decode(content)
     if record.kind != _KIND:
         raise ValueError(f"not a job, but a record of kind {record.kind!r:.80}")

@@ -24,6 +24,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def raising() -> Iterator[None]:
+    """Context in which each signal raises Interrupted."""
+
     def handler(signum: int, _: FrameType | None) -> None:
         raise Interrupted(signum)
 
@@ -33,19 +35,23 @@ def raising() -> Iterator[None]:
 
 @contextmanager
 def waking(wake: Callable[[int], None]) -> Iterator[None]:
-    """Each signal calls `wake` with its number; `wake` runs between any two instructions, so it only puts or writes."""
+    """Context in which each signal calls `wake` with its number.
+
+    `wake` runs between any two instructions, so it only puts or writes.
+    """
     with _handlers(lambda signum, _: wake(signum)):
         yield
 
 
 @contextmanager
 def ignored() -> Iterator[None]:
+    """Context in which the signals do nothing."""
     with _handlers(lambda signum, _: None):
         yield
 
 
 def ignore() -> None:
-    """From now on, to the end of the process: what there was to end has ended."""
+    """Ignore the signals to the end of the process: what there was to end has ended."""
     if threading.current_thread() is threading.main_thread():
         for signum in SIGNALS:
             signal.signal(signum, signal.SIG_IGN)

@@ -28,14 +28,15 @@ from torch.distributed import DistError, DistStoreError
 
 from engine import environment
 from engine.errors import Interrupted
-from engine.files import UnwritableError, write_json, write_text
+from engine.files import UnwritableError, write_text
 from engine.job import Job
 from engine.launch import delivery, handover, interrupt
+from engine.launch.failure_report import FailureReport, Outcome
 from engine.launch.mailbox import Mailbox
 from engine.launch.rank import Post, forward_logging, guarded, thread_logging, work
 from engine.launch.supervise import PEER_GRACE_S, SURE_GRACE_S, OnRecord
-from engine.launch.verdict import Outcome, Verdict
 from engine.settings import Settings
+from engine.short_summary import write_short_summary
 from engine.targets import named
 from engine.telemetry import position
 from engine.telemetry.clock import Clocks
@@ -54,8 +55,11 @@ LOST = "rank 0 went away: see what it said last, and what the launcher says of i
 Targets = Callable[[], Mapping[str, Any]]  # what a rank's own command line names as code: path -> `_target_`
 
 
-class Meeting:
-    """This process's place among those that the launcher started. ValueError where they do not come together."""
+class JoinedRank:
+    """This process's place among those that the launcher started.
+
+    ValueError where they do not come together.
+    """
 
     def __init__(self, limit_s: float) -> None:
         self.place = rendezvous.meet(limit_s)
@@ -73,7 +77,7 @@ class Meeting:
     # -- rank 0 ----------------------------------------------------------------------------------------------------
 
     def close(self, exit_code: int, message: str | None) -> None:
-        """Rank 0 has reported all: the others may leave, with this exit code where there was no job for them.
+        """Let the others leave: all is reported. `exit_code` is theirs where there was no job for them. Rank 0 only.
 
         Not before: as soon as one rank has failed, a launcher ends the others, rank 0 among them.
         """
@@ -86,7 +90,7 @@ class Meeting:
         """Rank 0: hand out the job, work in a thread, listen to all. No rank is ended here: the launcher does that."""
         assert job.world == self.world, (job.world, self.world)
         self._hand_out(handover.written(job))
-        verdict = Verdict(job.ranks, job.world)
+        failures = FailureReport(job.ranks, job.world)
         inbox = self._inbox
         mailbox = None if self._counter else Mailbox(self.place.store(), 0, self.world)
         positions = self._counter.positions if self._counter else None
@@ -102,15 +106,15 @@ class Meeting:
         with interrupt.waking(inbox.put):
             threading.Thread(target=main, name="rank 0", daemon=True).start()
             try:
-                signum = _Listener(verdict, inbox, mailbox, on_record, positions, self._look).run()
+                signum = _Listener(failures, inbox, mailbox, on_record, positions, self._look).run()
             except DistError as error:
                 self._lost = self.world
                 return Outcome("failed", f"the launcher went away, and its store with it ({_first_line(error)})", 1)
             except _NoRecordError as error:
                 self._lost = self.world
                 return Outcome("failed", str(error), 1)
-        self._lost = len(verdict.deaths)
-        return verdict.outcome(signum)
+        self._lost = len(failures.deaths)
+        return failures.outcome(signum)
 
     def _look(self) -> None:
         """DistError where the launcher's store is gone: there will be nobody to end the ranks."""
@@ -172,13 +176,12 @@ class Meeting:
         folder = Path(job.run_dir)
         if not folder.is_dir() or (folder / "summary.json").exists():
             return
-        verdict = Verdict(job.ranks, job.world)
-        verdict.add_death(0, None, position.decode(positions[0]))
-        message = verdict.message()
-        summary = {"status": "failed", "error": message, "mode": job.settings.mode, "ranks": job.ranks}
+        failures = FailureReport(job.ranks, job.world)
+        failures.add_death(0, None, position.decode(positions[0]))
+        message = failures.message()
         with contextlib.suppress(UnwritableError):
             write_text(folder / "error.txt", message + "\n")
-            write_json(folder / "summary.json", summary | {"replicas": job.replicas})
+            write_short_summary(folder, "failed", message, job.settings)
 
     def _follow(self, own: Targets, mail: delivery.Mail, put: Callable[[Any], None]) -> int:
         content, post = self._receive(mail, put), mail.post
@@ -271,7 +274,7 @@ class _Gone:
 
 
 def check_targets(settings: Settings, own: Mapping[str, Any], rank: int) -> None:
-    """ValueError where a job that came over the network names other code than this rank's own command line."""
+    """Raise ValueError where a job that came over the network names other code than this rank's command line."""
     asked = named(asdict(settings))
     for path in sorted(asked.keys() | own.keys()):
         if asked.get(path) != own.get(path):
@@ -295,16 +298,16 @@ class _Listener:
 
     def __init__(
         self,
-        verdict: Verdict,
+        failures: FailureReport,
         inbox: queue.SimpleQueue[Any],
         mailbox: Mailbox | None,
         on_record: OnRecord,
         positions: memoryview | None,
         look: Callable[[], None] = lambda: None,
     ) -> None:
-        self._verdict, self._inbox, self._mailbox, self._on_record = verdict, inbox, mailbox, on_record
+        self._failures, self._inbox, self._mailbox, self._on_record = failures, inbox, mailbox, on_record
         self._positions, self._look = positions, look
-        self._left = set(range(verdict.world))  # ranks that may have more to say
+        self._left = set(range(failures.world))  # ranks that may have more to say
         self._ended: dict[int, int] = {}  # rank -> the signal that ended it, as it said itself
         self._deadline, self._signum = float("inf"), None  # type: float, int | None
 
@@ -332,7 +335,7 @@ class _Listener:
                 self._within(PEER_GRACE_S if self._positions is not None else SURE_GRACE_S)
             elif isinstance(event, _Gone) and event.rank in self._left:
                 self._left.discard(event.rank)
-                self._verdict.add_death(event.rank, None, self._last(event.rank))
+                self._failures.add_death(event.rank, None, self._last(event.rank))
                 self._within(SURE_GRACE_S)
         if self._signum is not None and self._left == {0}:  # this process's own worker need not end first
             self._within(0)
@@ -353,10 +356,10 @@ class _Listener:
         if record.kind in ("done", "error"):
             self._left.discard(record.meta["rank"])
         if record.kind == "clock":
-            self._verdict.add_clock(record.meta)
+            self._failures.add_clock(record.meta)
         if record.kind == "error":
-            self._verdict.add_error(record.meta)
-            self._within(SURE_GRACE_S if self._verdict.certain else PEER_GRACE_S)
+            self._failures.add_error(record.meta)
+            self._within(SURE_GRACE_S if self._failures.certain else PEER_GRACE_S)
         self._on_record(record)
 
     def _within(self, seconds: float) -> None:
@@ -368,22 +371,22 @@ class _Listener:
 
     def _conclude(self) -> None:
         """What the ends of several ranks mean together."""
-        verdict = self._verdict
-        for rank in range(verdict.world):
+        failures = self._failures
+        for rank in range(failures.world):
             if (last := self._last(rank)) is not None:
-                verdict.positions.setdefault(rank, last)
+                failures.positions.setdefault(rank, last)
         if self._signum is None:  # it was meant for those ranks alone
             for rank, signum in self._ended.items():
-                verdict.add_death(rank, -signum, self._last(rank))
-        elif self._ended and not verdict.certain:  # what ranks saw of others that the same signal ended
-            verdict.errors = [meta for meta in verdict.errors if meta["peer"] not in {*self._ended, None}]
+                failures.add_death(rank, -signum, self._last(rank))
+        elif self._ended and not failures.certain:  # what ranks saw of others that the same signal ended
+            failures.errors = [meta for meta in failures.errors if meta["peer"] not in {*self._ended, None}]
 
 
-_meeting: Meeting | None = None
+_meeting: JoinedRank | None = None
 
 
-def meeting(limit_s: float = Settings.timeout_s) -> Meeting:
-    """The meeting of this process; connects at the first call, within `limit_s`."""
+def meeting(limit_s: float = Settings.timeout_s) -> JoinedRank:
+    """Return this process's place among the launcher's ranks; connects at the first call, within `limit_s`."""
     global _meeting  # noqa: PLW0603  # one process takes part in one meeting
-    _meeting = _meeting or Meeting(limit_s)
+    _meeting = _meeting or JoinedRank(limit_s)
     return _meeting

@@ -16,10 +16,11 @@ import torch
 from engine import environment
 from engine.job import Job
 from engine.launch import interrupt, joined
+from engine.launch.failure_report import FailureReport, Outcome
 from engine.launch.rank import guarded, thread_logging, work
 from engine.launch.supervise import Entry, OnRecord, Supervisor
-from engine.launch.verdict import Outcome, Verdict
 from engine.telemetry.records import decode
+from engine.training.connect import connect
 from engine.training.cores import limit_threads
 
 if TYPE_CHECKING:
@@ -37,40 +38,46 @@ def launch(job: Job, on_record: OnRecord) -> Outcome:
 
 
 def in_processes(job: Job, on_record: OnRecord, entry: Entry | None = None) -> Outcome:
-    """`entry(job, rank, folder, post)` is what each worker runs; they meet at a store in a folder of their user's."""
+    """Run a job with one process per rank.
+
+    `entry(job, rank, folder, post)` is what each worker runs; they meet at a store in a folder of their user's.
+    """
     from engine.launch.process import join_and_work
 
     with environment.private_folder() as folder:
         supervisor = Supervisor(job, on_record, entry or join_and_work, folder)
         signum = supervisor.run()
-    return supervisor.verdict.outcome(signum)
+    return supervisor.failures.outcome(signum)
 
 
 def in_threads(job: Job, on_record: OnRecord, entry: Entry | None = None) -> Outcome:
-    """`entry(job, rank, hub, post)` is what each thread runs."""
+    """Run a job with one thread per rank of this process.
+
+    `entry(job, rank, hub, post)` is what each thread runs.
+    """
     from engine.transport.threads import ThreadHub
 
     hub = ThreadHub(job.world, job.settings.timeout_s)
     events: Events = queue.SimpleQueue()
     threads = [_thread(job, rank, hub, events, entry or _work) for rank in range(job.world)]
     before = torch.get_num_threads()
-    verdict = Verdict(job.ranks, job.world)
+    failures = FailureReport(job.ranks, job.world)
     signum = None
     try:
         with interrupt.waking(events.put):
             for thread in threads:
                 thread.start()
-            signum = _collect(events, on_record, verdict, hub)
+            signum = _collect(events, on_record, failures, hub)
     finally:
         hub.abort()
         for thread in threads:
             thread.join(LEAVE_GRACE_S)
         torch.set_num_threads(before)
-    return verdict.outcome(signum)
+    return failures.outcome(signum)
 
 
 def _work(job: Job, rank: int, hub: ThreadHub, post: Callable[[bytes], None]) -> None:
-    work(job, rank, hub.transport(rank), post)
+    work(job, rank, connect(job, rank, hub), post)
 
 
 def _thread(job: Job, rank: int, hub: ThreadHub, events: Events, entry: Entry) -> threading.Thread:
@@ -84,12 +91,12 @@ def _thread(job: Job, rank: int, hub: ThreadHub, events: Events, entry: Entry) -
     return threading.Thread(target=main, name=f"rank {rank}", daemon=True)
 
 
-def _collect(events: Events, on_record: OnRecord, verdict: Verdict, hub: ThreadHub) -> int | None:
+def _collect(events: Events, on_record: OnRecord, failures: FailureReport, hub: ThreadHub) -> int | None:
     """Hand on records until every thread has ended, or one could not be brought to; the signal, if one came."""
-    left, signum = verdict.world, None
+    left, signum = failures.world, None
     while left:
         try:
-            event = events.get(timeout=LEAVE_GRACE_S if verdict.failed or signum else None)
+            event = events.get(timeout=LEAVE_GRACE_S if failures.failed or signum else None)
         except queue.Empty:
             break
         if event is None:
@@ -100,6 +107,6 @@ def _collect(events: Events, on_record: OnRecord, verdict: Verdict, hub: ThreadH
         elif signum is None:  # what ranks say after they were told to stop is no news
             record = decode(event)
             if record.kind == "error":
-                verdict.add_error(record.meta)
+                failures.add_error(record.meta)
             on_record(record)
     return signum

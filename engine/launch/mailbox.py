@@ -13,7 +13,10 @@ POSTED = "mail/posted"
 
 
 class Mailbox:
-    """One per rank. `store`: a torch.distributed.Store, not shared with calls that block: it serves one at a time."""
+    """One rank's mailbox in a store that all ranks reach.
+
+    `store`: a torch.distributed.Store, not shared with calls that block: it serves one at a time.
+    """
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self._store, self._rank = store, rank
@@ -22,13 +25,14 @@ class Mailbox:
         self._lock = threading.Lock()
 
     def post(self, record: bytes) -> None:
+        """Put a record into the store for rank 0."""
         with self._lock:
             self._store.set(self._key(self._rank), record)
             self._next[self._rank] += 1
         self._store.add(POSTED, 1)
 
     def take(self) -> list[bytes]:
-        """The records that have arrived since the last call, in order for each rank. Only for rank 0."""
+        """Return the records that have arrived since the last call, in order for each rank; only for rank 0."""
         records: list[bytes] = []
         if self._store.add(POSTED, 0) == self._taken:
             return records

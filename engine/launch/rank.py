@@ -37,7 +37,7 @@ def guarded(rank: int, post: Post, work: Callable[[], None]) -> bool:
 
 
 def work(job: Job, rank: int, transport: Transport, post: Post, clocks: Clocks | None = None) -> None:
-    """The rank's whole work, and the end of its transport: orderly, or at once where it failed.
+    """Do the rank's whole work and end its transport: in order, or at once where the work failed.
 
     `clocks`: given where ranks may not all have one clock.
     """
@@ -57,6 +57,7 @@ def work(job: Job, rank: int, transport: Transport, post: Post, clocks: Clocks |
 
 
 def error_record(rank: int, error: BaseException) -> bytes:
+    """Encode an exception of a rank as an `error` record, with where it happened and what to do about it."""
     peer = isinstance(error, PeerError)
     meta = {
         "rank": rank,
@@ -91,7 +92,7 @@ def _remedy(error: BaseException) -> str:
 
 
 class PostLog(logging.Handler):
-    """Sends log lines of a rank to the parent as `log` records.
+    """Log handler that sends a rank's lines to the parent as `log` records.
 
     Where ranks are threads of one process, only lines of the thread that made the handler are this rank's.
     """
@@ -101,6 +102,7 @@ class PostLog(logging.Handler):
         self._rank, self._post, self._thread = rank, post, thread
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Post a log line, unless it is another thread's or the parent is gone."""
         if self._thread not in (None, record.thread):
             return
         meta = {
@@ -114,7 +116,7 @@ class PostLog(logging.Handler):
 
 
 def forward_logging(rank: int, post: Post) -> None:
-    """In a process of its own: every log line from INFO up, and every warning, goes to the parent."""
+    """Send every log line from INFO up, and every warning, to the parent; in a process of the rank's own."""
     root = logging.getLogger()
     root.handlers[:] = [PostLog(rank, post)]
     root.setLevel(logging.INFO)
@@ -123,7 +125,7 @@ def forward_logging(rank: int, post: Post) -> None:
 
 @contextlib.contextmanager
 def thread_logging(rank: int, post: Post) -> Iterator[None]:
-    """In a thread: its log lines go to the parent's recorder too, as long as the rank works."""
+    """Context in which the log lines of this thread go to the parent's recorder too."""
     root, handler = logging.getLogger(), PostLog(rank, post, threading.get_ident())
     root.addHandler(handler)
     try:

@@ -25,7 +25,7 @@ from typing import Any
 from engine.errors import ExhaustedError
 from engine.job import Job
 from engine.launch import handover, interrupt
-from engine.launch.verdict import Verdict, ended
+from engine.launch.failure_report import FailureReport, ended
 from engine.telemetry import position
 from engine.telemetry.records import Record, decode
 
@@ -42,7 +42,7 @@ OnRecord = Callable[[Record], None]
 
 
 def context() -> Any:
-    """The fork server's context; torch and the worker are imported in it before the first fork.
+    """Return the fork server's context; torch and the worker are imported in it before the first fork.
 
     So is what torch imports in the first backward: each worker would import it by itself.
     """
@@ -80,7 +80,7 @@ def cool_down() -> None:
 
 
 def fork_server_end(wait_s: float) -> str | None:
-    """How the fork server ended, in words, where it has, or does within `wait_s`; it is left to be reaped."""
+    """Describe how the fork server ended, where it has, or does within `wait_s`; it is left to be reaped."""
     from multiprocessing import forkserver
 
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
@@ -100,7 +100,9 @@ def fork_server_end(wait_s: float) -> str | None:
 
 
 @dataclass
-class Worker:
+class WorkerProcess:
+    """A worker's process, the pipe that its records come through, and what it has said of its end."""
+
     rank: int
     process: Any
     pipe: Connection
@@ -117,14 +119,14 @@ class Supervisor:
     on_record: OnRecord
     entry: Entry
     meeting: Any  # handed to every entry: where the ranks find each other
-    verdict: Verdict = field(init=False)
-    workers: list[Worker] = field(default_factory=list)
+    failures: FailureReport = field(init=False)
+    workers: list[WorkerProcess] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.verdict = Verdict(self.job.ranks, self.job.world)
+        self.failures = FailureReport(self.job.ranks, self.job.world)
 
     def run(self) -> int | None:
-        """Returns the number of the signal that interrupted the run, or None. `verdict` tells how it ended."""
+        """Run all workers; return the number of the signal that interrupted the run, or None. See `failures`."""
         reader, writer = os.pipe()
         try:
             with interrupt.waking(lambda signum: _write(writer, signum)):
@@ -164,18 +166,18 @@ class Supervisor:
         child = forkserver.Process(target=process.main, args=arguments, name=f"rank {rank}")
         child.start()
         writer.close()
-        self.workers.append(Worker(rank, child, reader))
+        self.workers.append(WorkerProcess(rank, child, reader))
 
     # -- listening -------------------------------------------------------------------------------------------------
 
     def _listen(self, signals: int) -> int | None:
         deadline: float | None = None
         while True:
-            if deadline is None and self.verdict.failed:
+            if deadline is None and self.failures.failed:
                 deadline = time.monotonic() + PEER_GRACE_S
             elif deadline is None and all(w.done for w in self.workers):
                 deadline = time.monotonic() + LEAVE_GRACE_S
-            if self.verdict.certain and deadline is not None:
+            if self.failures.certain and deadline is not None:
                 deadline = min(deadline, time.monotonic() + SURE_GRACE_S)
             if not self._running() or (deadline is not None and time.monotonic() >= deadline):
                 return None
@@ -187,20 +189,20 @@ class Supervisor:
                 self._hear(worker, ready)
 
     def _running(self) -> bool:
-        return any(not (w.done or w.reported) or w.open for w in self.workers if w.rank not in self.verdict.deaths)
+        return any(not (w.done or w.reported) or w.open for w in self.workers if w.rank not in self.failures.deaths)
 
     def _sources(self) -> list[Any]:
         pipes: list[Any] = [w.pipe for w in self.workers if w.open]
         return pipes + [w.process.sentinel for w in self.workers if w.open]
 
-    def _hear(self, worker: Worker, ready: list[Any]) -> None:
+    def _hear(self, worker: WorkerProcess, ready: list[Any]) -> None:
         ended = worker.process.sentinel in ready
         if worker.open and (ended or worker.pipe in ready):
             self._read(worker, to_the_end=ended)
             if ended or not worker.open:
                 self._closed(worker)
 
-    def _read(self, worker: Worker, to_the_end: bool) -> None:
+    def _read(self, worker: WorkerProcess, to_the_end: bool) -> None:
         """One record, or all there are: never more than is there, its loader's children may hold the pipe open."""
         try:
             while worker.pipe.poll():
@@ -210,15 +212,15 @@ class Supervisor:
         except (EOFError, ConnectionError):
             worker.open = False
 
-    def _take(self, worker: Worker, record: Record) -> None:
+    def _take(self, worker: WorkerProcess, record: Record) -> None:
         if record.kind == "done":
             worker.done = True
         elif record.kind == "error":
             worker.reported = True
-            self.verdict.add_error(record.meta)
+            self.failures.add_error(record.meta)
         self.on_record(record)
 
-    def _closed(self, worker: Worker) -> None:
+    def _closed(self, worker: WorkerProcess) -> None:
         """The pipe or the process ended: with a record that says so, or without a word."""
         worker.open = False
         if worker.done or worker.reported:
@@ -226,17 +228,19 @@ class Supervisor:
         worker.process.join(LEAVE_GRACE_S)
         code = worker.process.exitcode
         if code == UNKNOWN_EXIT and (how := fork_server_end(FORK_SERVER_GRACE_S)):
-            self.verdict.helper = f"{how}: it had started the ranks, which cannot go on without it; start the run again"
+            self.failures.helper = (
+                f"{how}: it had started the ranks, which cannot go on without it; start the run again"
+            )
             return
         last = position.decode(self._positions[worker.rank])
-        self.verdict.add_death(worker.rank, 0 if code is None else code, last)
+        self.failures.add_death(worker.rank, 0 if code is None else code, last)
 
     def _note_positions(self) -> None:
         """Where the ranks are that the others may have waited for in vain: said of them where nothing else is known."""
         for worker in self.workers:
             last = position.decode(self._positions[worker.rank])
             if last is not None:
-                self.verdict.positions.setdefault(worker.rank, last)
+                self.failures.positions.setdefault(worker.rank, last)
 
     # -- ending ----------------------------------------------------------------------------------------------------
 

@@ -23,9 +23,10 @@ Row = npt.NDArray[np.int64]
 
 
 class Op(IntEnum):
-    """What an action does. F forward, B full backward, I input-gradient half, W weight-gradient half (B = I then W).
+    """What an action does: F forward, B full backward, I its input-gradient half, W its weight-gradient half.
 
-    GATHER: the members of a stage exchange the parameters that each has updated, where the optimizer is divided.
+    B = I then W. GATHER: the members of a stage exchange the parameters that each has updated, where the optimizer is
+    divided.
     """
 
     F = 0
@@ -50,9 +51,10 @@ _FUSED = 1 << 55
 
 
 class Action(NamedTuple):
-    """One entry of a program. `microbatch` is -1 where there is none (REDUCE, GATHER, a synchronous STEP).
+    """One entry of a program.
 
-    `fused` marks the first of an overlapped pair: it and the next action of its row are one visible action.
+    `microbatch` is -1 where there is none (REDUCE, GATHER, a synchronous STEP). `fused` marks the first of an
+    overlapped pair: it and the next action of its row are one visible action.
     """
 
     stage: int
@@ -64,10 +66,12 @@ class Action(NamedTuple):
         return f"{self.stage}{NAMES[self.op]}{self.microbatch if self.microbatch >= 0 else ''}"
 
     def pack(self) -> int:
+        """Return the action as one integer: op, fused, stage and micro-batch in bits 56, 55, 32 and 0 upwards."""
         return (self.op << 56) | (_FUSED * self.fused) | (self.stage << 32) | (self.microbatch + 1)
 
     @classmethod
     def unpack(cls, code: int) -> Action:
+        """Return the action that `pack` made the integer from."""
         code = int(code)
         return cls(
             stage=(code >> 32) & 0x7FFFFF,
@@ -78,7 +82,7 @@ class Action(NamedTuple):
 
 
 def pack(op: npt.ArrayLike, stage: npt.ArrayLike, microbatch: npt.ArrayLike) -> Row:
-    """Many actions at once: the arguments broadcast against each other. None of them is fused."""
+    """Pack many actions at once; the arguments broadcast against each other, and none of the actions is fused."""
     op, stage, microbatch = (np.asarray(a, dtype=np.int64) for a in (op, stage, microbatch))
     packed: Row = (op << 56) | (stage << 32) | (microbatch + 1)
     return packed
@@ -94,15 +98,15 @@ class Fields(NamedTuple):
 
 
 def unpack(row: Row) -> Fields:
-    """The inverse of `pack`, `fused` included."""
+    """Take packed actions apart, `fused` included."""
     return Fields(row >> 56, (row >> 32) & 0x7FFFFF, (row & 0xFFFFFFFF) - 1, (row & _FUSED) != 0)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Which rank runs a stage. `rank_of[direction][stage]`; one direction unless stages have copies.
+    """Which rank runs a stage: `rank_of[direction][stage]`.
 
-    `direction[microbatch]` is given only where there are two directions (DualPipe, Chimera).
+    `direction[microbatch]` is given only where stages have copies and there are two directions (DualPipe, Chimera).
     """
 
     ranks: int
@@ -111,41 +115,44 @@ class Placement:
 
     @property
     def stages(self) -> int:
+        """S, the number of distinct stages."""
         return len(self.rank_of[0])
 
     @property
     def copies(self) -> int:
+        """Number of ranks that hold each stage: 1, or 2 where there are two directions."""
         return len(self.rank_of)
 
     def rank(self, stage: int, microbatch: int = NO_MICROBATCH) -> int:
+        """Return the rank that runs a stage for a micro-batch."""
         way = self.direction[microbatch] if self.direction and microbatch >= 0 else 0
         return self.rank_of[way][stage]
 
     def rank_table(self, microbatches: int) -> Row:
-        """Which rank runs (stage, micro-batch): shape [S, M]."""
+        """Return which rank runs (stage, micro-batch): shape [S, M]."""
         way = np.array(self.direction[:microbatches] or [0] * microbatches, dtype=np.int64)
         return np.array(self.rank_of, dtype=np.int64)[way].T
 
     @property
     def homes(self) -> list[tuple[int, int]]:
-        """(rank, stage) for every copy of every stage, sorted."""
+        """Sorted (rank, stage) of every copy of every stage."""
         return sorted({(rank, stage) for way in self.rank_of for stage, rank in enumerate(way)})
 
     def stages_of(self, rank: int) -> list[int]:
-        """Stages that live on `rank`, ascending, each once."""
+        """Return the stages that live on `rank`, ascending, each once."""
         return sorted({s for way in self.rank_of for s, r in enumerate(way) if r == rank})
 
     def first_copies(self, rank: int) -> list[int]:
-        """Stages whose first copy lives on `rank`, ascending: what lives twice is counted, and evaluated, there."""
+        """Return the stages whose first copy lives on `rank`, ascending: a stage is counted and evaluated there."""
         return [stage for stage, home in enumerate(self.rank_of[0]) if home == rank]
 
     def ranks_of(self, stage: int) -> list[int]:
-        """Where the copies of a stage live, ascending."""
+        """Return the ranks that hold a copy of a stage, ascending."""
         return sorted({way[stage] for way in self.rank_of})
 
     @classmethod
     def linear(cls, ranks: int) -> Placement:
-        """Stage s on rank s."""
+        """Place stage s on rank s."""
         return cls(ranks, (tuple(range(ranks)),))
 
 
@@ -165,10 +172,12 @@ class Program:  # noqa: PLW1641 (its arrays do not hash, so it does not either)
 
     @property
     def ranks(self) -> int:
+        """P, the number of rows."""
         return len(self.rows)
 
     @property
     def stages(self) -> int:
+        """S, the number of distinct stages."""
         return self.placement.stages
 
     @property
@@ -177,6 +186,7 @@ class Program:  # noqa: PLW1641 (its arrays do not hash, so it does not either)
         return any((((row >> 56) == Op.STEP) & ((row & 0xFFFFFFFF) > 0)).any() for row in self.rows)
 
     def actions(self, rank: int) -> Iterator[Action]:
+        """Yield the actions of a rank in the order of execution."""
         return (Action.unpack(code) for code in self.rows[rank])
 
     def __len__(self) -> int:

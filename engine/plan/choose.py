@@ -53,11 +53,11 @@ def compare(
     memory_limit: float | None = None,
     options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Choice]:
-    """The named schedules, cheapest first; behind them those that are not defined there or keep more than the limit.
+    """Return the figures of the named schedules, cheapest first.
 
-    `costs` as `plan.costs`; `memory_limit` in activations; `options` of schedules by name. Of two that cost the same
-    the one that keeps less comes first, then the one that sends less. Raises ValueError for unknown names, options,
-    costs, and sizes below 1.
+    Behind them stand those that are not defined there or keep more than the limit. `costs` as `plan.costs`;
+    `memory_limit` in activations; `options` of schedules by name. Of two that cost the same the one that keeps less
+    comes first, then the one that sends less. Raises ValueError for unknown names, options, costs, and sizes below 1.
     """
     options = options or {}
     wanted = dict.fromkeys(each for name in names for each in (synchronous() if name == ALL else (name,)))
@@ -66,12 +66,12 @@ def compare(
 
 
 def ranked(choices: Iterable[Choice]) -> list[Choice]:
-    """The cheapest first, what is out of the question last."""
+    """Sort choices: the cheapest first, what is out of the question last."""
     return sorted(choices, key=lambda c: (c.refused is not None, round(c.cost, 9), c.peak, c.transfers, c.name))
 
 
 def synchronous() -> list[str]:
-    """What `all` stands for. An asynchronous schedule trains by other updates: it is a choice of its own, by name."""
+    """Return the synchronous schedules, which `all` stands for: an asynchronous one trains by other updates."""
     infos = {name: SCHEDULES[name] for name in offered_schedules()}
     return [name for name, info in infos.items() if "path" not in info.options and info.stream is None]
 
@@ -86,14 +86,17 @@ def _choice(
 
 
 def limited(choice: Choice, limit: float | None) -> Choice:
-    """The choice, refused where it keeps more activations than `limit`."""
+    """Return the choice, refused where it keeps more activations than `limit`."""
     if limit is None or choice.peak <= limit:
         return choice
     return Choice(choice.name, peak=choice.peak, refused=f"keeps {choice.peak:g} activations, more than {limit:g}")
 
 
 def measured(program: Program, costs: Mapping[str, Any], options: Mapping[str, Any]) -> Choice:
-    """The figures of a schedule's program, once it is verified. `costs` as `plan.costs`; `options` of the schedule."""
+    """Return the figures of a schedule's program, once it is verified.
+
+    `costs` as `plan.costs`; `options` of the schedule.
+    """
     verify(program, ascending=SCHEDULES[program.name].ascending)
     found = figures(program, simulate(program, Costs.from_settings(costs, program.placement, program.microbatches)))
     lowered = lower(program, reduce=False, step=False)
@@ -104,7 +107,10 @@ def measured(program: Program, costs: Mapping[str, Any], options: Mapping[str, A
 
 
 def choice_of(program: Program, lowered: Program, found: Figures, long: LongRun | None = None) -> Choice:
-    """The figures of a program that is verified, lowered and simulated already; `long` where it is asynchronous."""
+    """Return the figures of a program that is verified, lowered and simulated already.
+
+    `long` is given where it is asynchronous.
+    """
     choice = Choice(
         program.name,
         found.bubble_cost,
@@ -122,13 +128,13 @@ def choice_of(program: Program, lowered: Program, found: Figures, long: LongRun 
 
 
 def activations(program: Program) -> float:
-    """The most that any rank keeps, from F to the end of the weight gradient, in micro-batches of its whole slice."""
+    """Return the most that any rank keeps, from F to the end of W, in micro-batches of its whole slice."""
     chunks = max(1, program.stages // program.ranks)
     return max(peak_kept(program)) / chunks
 
 
 def table(choices: Sequence[Choice]) -> str:
-    """The comparison for a terminal: one line per schedule."""
+    """Return the comparison for a terminal: one line per schedule."""
     wide = max([len(choice.name) for choice in choices] + [len("schedule")])
     lines = [
         f"{'schedule':<{wide}}  step cost   bubble rate   bubble fraction   activations   transfers   copies   versions"

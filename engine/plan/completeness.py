@@ -26,7 +26,7 @@ _NOTICED_BY: dict[Op, Users] = {
 
 
 def in_range(flat: Flat) -> None:
-    """Known operations on existing stages and micro-batches; what belongs to a micro-batch names one.
+    """Check that operations, stages and micro-batches exist, and that what belongs to a micro-batch names one.
 
     In an asynchronous program a STEP does: the last one of its update.
     """
@@ -42,7 +42,7 @@ def in_range(flat: Flat) -> None:
 
 
 def placed(flat: Flat) -> None:
-    """Every action stands on the rank of its stage; REDUCE, STEP and GATHER on one that holds the stage."""
+    """Check that every action stands on the rank of its stage; REDUCE, STEP and GATHER on one that holds the stage."""
     alone = flat.microbatch < 0
     wrong, rest = np.zeros(len(flat), dtype=bool), np.flatnonzero(~alone)
     wrong[rest] = flat.home[flat.stage[rest], flat.microbatch[rest]] != flat.rank[rest]
@@ -55,7 +55,7 @@ def placed(flat: Flat) -> None:
 
 
 def paired(flat: Flat) -> None:
-    """The first of an overlapped pair is a computation, and so is the action after it on its rank."""
+    """Check that the first of an overlapped pair is a computation, and so is the action after it on its rank."""
     compute = flat.having(*COMPUTE) & ~flat.fused
     follows = np.append(compute[1:] & (flat.rank[1:] == flat.rank[:-1]), False)
     if (at := first(flat.fused & ~(flat.having(*COMPUTE) & follows))) is not None:
@@ -65,7 +65,7 @@ def paired(flat: Flat) -> None:
 
 
 def complete(flat: Flat) -> None:
-    """F and (B, or I and W) of every (stage, micro-batch) exactly once; or F alone, everywhere."""
+    """Check that F and (B, or I and W) of every (stage, micro-batch) stand exactly once; or F alone, everywhere."""
     forward, full, half, weight = (_once(flat, op) for op in COMPUTE)
     _absent(flat, Op.F, forward == 0)
     if not flat.having(*BACKWARD).any():
@@ -83,7 +83,7 @@ def complete(flat: Flat) -> None:
 
 
 def messages_complete(flat: Flat) -> None:
-    """A SEND and a RECV for every result that crosses to another rank, and no other."""
+    """Check that there is a SEND and a RECV for every result that crosses to another rank, and no other."""
     home = flat.home
     crossing = home[:-1] != home[1:]  # between stage s and s+1
     none = np.zeros((1, home.shape[1]), dtype=bool)

@@ -45,7 +45,7 @@ class Flat:
 
     @cached_property
     def home(self) -> Row:
-        """The rank on which (stage, micro-batch) is placed: shape [S, M]."""
+        """Rank on which (stage, micro-batch) is placed: shape [S, M]."""
         return self.program.placement.rank_table(self.program.microbatches)
 
     @cached_property
@@ -54,19 +54,19 @@ class Flat:
         return bool(self.having(Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B).any())
 
     def having(self, *ops: Op) -> Mask:
-        """Which actions are one of `ops`: shape [n]."""
+        """Return which actions are one of `ops`: shape [n]."""
         mask: Mask = np.isin(self.op, ops) if len(ops) > 1 else self.op == ops[0]
         return mask
 
     def find(self, *ops: Op) -> Row:
-        """The index of the action of (stage, micro-batch) that is one of `ops`, or -1: shape [S, M]."""
+        """Return the index of the action of (stage, micro-batch) that is one of `ops`, or -1: shape [S, M]."""
         table = np.full((self.program.stages, self.program.microbatches), NONE, dtype=np.int64)
         indices = np.flatnonzero(self.having(*ops))
         table[self.stage[indices], self.microbatch[indices]] = indices
         return table
 
     def last(self, *ops: Op) -> dict[tuple[int, int], int]:
-        """(rank, stage) -> the index of the last action that is one of `ops`; without those that have none."""
+        """Return (rank, stage) -> the index of the last action that is one of `ops`, where there is one."""
         indices = np.flatnonzero(self.having(*ops))[::-1]
         places = self.rank[indices] * self.program.stages + self.stage[indices]
         keys, at = np.unique(places, return_index=True)
@@ -74,10 +74,11 @@ class Flat:
         return {divmod(key, self.program.stages): index for key, index in pairs}
 
     def action(self, index: int) -> Action:
+        """Return the action of an index."""
         return Action.unpack(int(self.codes[index]))
 
     def position(self, index: int) -> tuple[int, int]:
-        """(rank, index in its row)."""
+        """Return (rank, index in its row) of an action."""
         rank = int(self.rank[index])
         return rank, int(index - self.offsets[rank])
 
@@ -108,7 +109,10 @@ _WAYS = (_Way((Op.F,), -1, Op.SEND_F, Op.RECV_F), _Way((Op.B, Op.I), 1, Op.SEND_
 
 
 def dependencies(flat: Flat) -> Dependencies:
-    """What each action waits for besides the action before it. Expects stages and micro-batches in range."""
+    """Return what each action waits for besides the action before it.
+
+    Expects stages and micro-batches in range.
+    """
     own, posted, neighbour = (np.full(len(flat), NONE, dtype=np.int64) for _ in range(3))
     for made, users in (
         (flat.find(Op.F), (Op.B, Op.I, Op.SEND_F)),
@@ -130,9 +134,12 @@ def dependencies(flat: Flat) -> Dependencies:
     return Dependencies(own, posted, neighbour)
 
 
-class Progress(NamedTuple):
-    """How far a program gets. `start, end`: float64 [n], -1 where never reached. `heads`: the action at which each
-    rank stands, offsets[r+1] where it is through: shape [P]."""
+class ExecutionTimes(NamedTuple):
+    """When the actions of a program run, and how far each rank gets.
+
+    `start, end`: float64 [n], -1 where never reached. `heads`: the action at which each rank stands, offsets[r+1] where
+    it is through: shape [P].
+    """
 
     start: npt.NDArray[np.float64]
     end: npt.NDArray[np.float64]
@@ -141,8 +148,8 @@ class Progress(NamedTuple):
 
 def progress(
     offsets: Row, neighbour: Row, duration: npt.NDArray[np.float64], delay: npt.NDArray[np.float64]
-) -> Progress:
-    """Execute rows on paper: each action as early as the one before it in its row and its neighbour allow.
+) -> ExecutionTimes:
+    """Run rows on paper: each action as early as the one before it in its row and its neighbour allow.
 
     Row r holds the actions offsets[r] .. offsets[r+1]-1. `neighbour`: the action of another row that each one waits
     for, or -1; `duration`: how long it takes; `delay`: what its neighbour's message takes on its way: shape [n] each.
@@ -176,4 +183,4 @@ def progress(
                 ready += sleepers.pop(at)
             at += 1
         heads[rank], clocks[rank] = at, clock
-    return Progress(np.array(start), np.array(end), np.array(heads, dtype=np.int64))
+    return ExecutionTimes(np.array(start), np.array(end), np.array(heads, dtype=np.int64))

@@ -10,7 +10,7 @@ VERSIONS = "several versions of the weights"
 
 
 def features(program: Program) -> list[str]:
-    """Those of SPLIT, COPIES and VERSIONS that the program needs."""
+    """Return those of SPLIT, COPIES and VERSIONS that the program needs."""
     split = any(((op == Op.I) | (op == Op.W)).any() for op in (unpack(row).op for row in program.rows))
     needed = {SPLIT: split, COPIES: program.placement.copies > 1, VERSIONS: program.asynchronous}
     return [feature for feature, there in needed.items() if there]

@@ -20,7 +20,7 @@ _JOINS = "&"
 
 
 def grid(what: Program | Timeline, mark: tuple[int, int] | None = None, width: int = 120) -> str:
-    """One row per rank, at most `width` characters wide.
+    """Draw one row per rank, at most `width` characters wide.
 
     Of a Timeline: columns are equal slots of time; `.` is idle, `-` continues the action before it.
     An overlapped pair is joined: `0F7&7B3`, or `0F7& 7B3` in a Program.
@@ -43,7 +43,10 @@ def _program_grid(program: Program, mark: tuple[int, int] | None, width: int) ->
 
 
 def _positions(program: Program, ranks: range, around: int, room: int) -> tuple[range, bool]:
-    """Positions whose columns fit into `room` characters, about half of it before `around`; are there more behind?"""
+    """The positions whose columns fit into `room` characters, and whether there are more behind.
+
+    About half of the room is before `around`.
+    """
     longest = max((len(row) for row in program.rows), default=0)
     begin, end, used = around, around, 0
     for limit, back in ((room // 2, True), (room, False), (room, True)):

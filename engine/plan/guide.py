@@ -24,7 +24,7 @@ UNEVEN_COSTS: dict[str, float] = {"forward": 1, "input_backward": 1.2, "weight_b
 
 
 class Advice(NamedTuple):
-    """What the code does not say: where a schedule is defined, and when to take it."""
+    """What the code does not say of a schedule: where it is defined, and when to take it."""
 
     constraints: str
     when: str
@@ -101,7 +101,7 @@ this state. Their grids show where a run begins and ends.
 
 
 def guide() -> str:
-    """The whole page."""
+    """Return the whole page."""
     names = [name for name in offered_schedules() if name in ADVICE]
     rows = [(_measured(name, EVEN_COSTS), _measured(name, UNEVEN_COSTS)) for name in names]
     rows.sort(key=lambda row: (row[0].cost, row[0].peak))

@@ -76,7 +76,7 @@ def lower(program: Program, reduce: bool, step: bool, gather: bool = False) -> P
 
 
 def channels(program: Program) -> list[Channel]:
-    """The directed channels a program uses, as (source rank, destination rank, "F" or "B"), sorted."""
+    """Return the directed channels of a program, sorted: (source rank, destination rank, "F" or "B")."""
     flat = Flat(program)
     used: set[Channel] = set()
     for forward in (True, False):

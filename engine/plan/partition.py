@@ -19,7 +19,7 @@ _ROUNDING = 1e-9  # sums of the same layers in another order are taken as equal
 
 
 def partition(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """The index of the first layer of each stage, for layers of these costs (any unit, 0 or more).
+    """Return the index of the first layer of each stage, for layers of these costs (any unit, 0 or more).
 
     Raises ValueError for a stage count that no partition has, and for costs that are negative or not finite.
     """
@@ -57,7 +57,7 @@ def _best(part: Floats, stages: int, join: np.ufunc) -> tuple[float, tuple[int, 
 
 
 def manual(names: Sequence[str], split: Sequence[str], stages: int | None = None) -> tuple[int, ...]:
-    """The index of the first layer of each stage, where `split` names the layers that begin stages 1..S-1.
+    """Return the index of the first layer of each stage, where `split` names the layers that begin stages 1..S-1.
 
     A name matches the first layer equal to it or beginning with `name.`. Raises ValueError for names that match
     nothing, that stand twice or out of order, that name the first layer, and where `split` does not give `stages`.

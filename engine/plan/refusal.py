@@ -32,13 +32,13 @@ def refuse(flat: Flat, at: int | None, action: object, blocker: object, sentence
 
 
 def first(mask: npt.NDArray[np.bool_]) -> int | None:
-    """The first place at which a mask holds (in C order), or None."""
+    """Return the first place at which a mask holds (in C order), or None."""
     flat = mask.ravel()
     index = int(np.argmax(flat)) if len(flat) else 0
     return index if len(flat) and flat[index] else None
 
 
 def place(flat: Flat, index: int) -> str:
-    """Where an action stands, in words."""
+    """Say where an action stands."""
     rank, position = flat.position(index)
     return f"position {position} of rank {rank}"

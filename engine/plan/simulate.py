@@ -26,7 +26,7 @@ COST_DEFAULTS = {"forward": 1.0, "input_backward": 1.0, "weight_backward": 1.0, 
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """What actions take, in any unit.
+    """Durations of actions and transfers, in any unit.
 
     `duration`: broadcastable to [4, S, M], the first axis in the order F, B, I, W.
     `transfer`: [S]; a message between stages s and s+1, either way, takes transfer[s] if they are on different ranks.
@@ -77,14 +77,14 @@ def _numbers(key: str, value: Any, stages: int, ranks: int) -> Floats:
 
 
 def compute_only(program: Program) -> Program:
-    """The same program without communication, reductions and steps."""
+    """Return the same program without communication, reductions and steps."""
     return replace(program, rows=tuple(row[(row >> 56) <= Op.W] for row in program.rows), versions=None)
 
 
 def simulate(program: Program, costs: Costs) -> Timeline:
-    """The timeline of a verified program: one float64 span per computation. Communication that it lists is ignored.
+    """Return the timeline of a verified program: one float64 span per computation.
 
-    Raises ValueError where the program cannot run to its end.
+    Communication that it lists is ignored. Raises ValueError where the program cannot run to its end.
     """
     flat = Flat(compute_only(program))
     waits = dependencies(flat)
@@ -116,7 +116,10 @@ def _delays(flat: Flat, neighbour: Row, transfer: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class RankFigures:
-    """`busy` + `idle` = makespan. `cost`: from the start of the rank's first action to the end of its last."""
+    """Figures of one rank; `busy` + `idle` = makespan.
+
+    `cost`: from the start of the rank's first action to the end of its last.
+    """
 
     busy: float
     idle: float
@@ -140,7 +143,7 @@ class Figures:
 
 
 def figures(program: Program, timeline: Timeline) -> Figures:
-    """Bubble, makespan and peaks of a simulated program."""
+    """Return bubble, makespan and peaks of a simulated program."""
     ranks = program.ranks
     lasts = timeline.end - timeline.start
     busy = np.bincount(timeline.rank, weights=lasts, minlength=ranks)

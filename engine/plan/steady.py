@@ -21,7 +21,10 @@ from engine.plan.updates import peak_versions, staleness
 
 @dataclass(frozen=True)
 class SteadyState:
-    """`bubble`: the mean over ranks of the time not spent computing. `period`: time per micro-batch, of the costs."""
+    """The middle of a long run.
+
+    `bubble`: the mean over ranks of the time not spent computing. `period`: time per micro-batch, of the costs.
+    """
 
     bubble: float
     period: float
@@ -29,8 +32,11 @@ class SteadyState:
 
 @dataclass(frozen=True)
 class LongRun:
-    """An asynchronous schedule in a run that goes on: its steady state, the largest `staleness` of each stage in
-    updates, and the most `versions` of the weights that each rank keeps."""
+    """An asynchronous schedule in a run that goes on.
+
+    Its steady state, the largest `staleness` of each stage in updates, and the most `versions` of the weights that each
+    rank keeps.
+    """
 
     steady: SteadyState
     staleness: list[int]
@@ -38,7 +44,10 @@ class LongRun:
 
 
 def long_run(name: str, ranks: int, microbatches: int, costs: Mapping[str, Any], options: Mapping[str, Any]) -> LongRun:
-    """Of the asynchronous schedule `name`; `costs` as `plan.costs`, `options` of the schedule."""
+    """Return the long run of the asynchronous schedule `name`.
+
+    `costs` as `plan.costs`, `options` of the schedule.
+    """
     long = steady_program(name, ranks, options)
     timeline = simulate(long, Costs.from_settings(costs, long.placement, long.microbatches))
     each = SCHEDULES[name].per_update(microbatches)
@@ -48,12 +57,12 @@ def long_run(name: str, ranks: int, microbatches: int, costs: Mapping[str, Any],
 
 
 def steady_program(name: str, ranks: int, options: Mapping[str, Any]) -> Program:
-    """A program of the asynchronous schedule `name` that is long enough for `steady_state`: 3P micro-batches."""
+    """Build a program of an asynchronous schedule that is long enough for `steady_state`: 3P micro-batches."""
     return _stream(name).build(ranks, [1] * (3 * ranks), **options)
 
 
 def steady_state(program: Program, timeline: Timeline) -> SteadyState:
-    """Of a simulated asynchronous program with more than 2P micro-batches.
+    """Measure the steady state of a simulated asynchronous program with more than 2P micro-batches.
 
     On each rank from the end of the backward of micro-batch P-1 to that of micro-batch M-P-1.
     """

@@ -29,9 +29,10 @@ def plan_summary(
     layer_names_by_stage: Sequence[Sequence[str]] | None = None,
     long: LongRun | None = None,
 ) -> dict[str, Any]:
-    """The content of `plan.json`; times in units of the costs. `program` and `lowered`: per rank a list of actions.
+    """Return the content of `plan.json`; times in units of the costs.
 
-    `long` is given where the schedule is asynchronous: the bubble and the makespan are those of the window alone.
+    `program` and `lowered`: per rank a list of actions. `long` is given where the schedule is asynchronous: the bubble
+    and the makespan are those of the window alone.
     """
     chosen = choice_of(program, lowered, figures, long)
     content: dict[str, Any] = {
@@ -97,7 +98,7 @@ def plan_text(
     width: int = 120,
     long: LongRun | None = None,
 ) -> str:
-    """The plan for a terminal: the timeline drawn, a table per rank, the figures."""
+    """Return the plan for a terminal: the timeline drawn, a table per rank, the figures."""
     chosen = choice_of(program, lowered, figures, long)
     sizes = f"{program.ranks} ranks, {program.stages} stages, {program.microbatches} micro-batches"
     lines = [

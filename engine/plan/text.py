@@ -27,8 +27,10 @@ _MAX_STAGE, _MAX_MICROBATCH = 2**23 - 1, 2**32 - 2  # what a packed action holds
 
 
 def parse_action(text: str) -> Action:
-    """`2F0`, `1SEND_F3`, `0REDUCE_GRAD`, `0STEP`, `0STEP3`, `0GATHER`. Raises ValueError for all else, a pair
-    included."""
+    """Read one action: `2F0`, `1SEND_F3`, `0REDUCE_GRAD`, `0STEP`, `0STEP3`, `0GATHER`.
+
+    Raises ValueError for all else, a pair included.
+    """
     match = _ACTION.fullmatch(text.strip())
     if match is None or match[2] in _SHARDING:
         raise ValueError(
@@ -52,7 +54,7 @@ def _short(text: str) -> str:
 
 
 def parse_cell(text: str) -> tuple[Action, ...]:
-    """The actions of a CSV cell: none (idle, or torch's UNSHARD and RESHARD), one, or an overlapped pair."""
+    """Read a CSV cell: no action (idle, or torch's UNSHARD and RESHARD), one, or an overlapped pair."""
     text = text.strip()
     if not text or ((match := _ACTION.fullmatch(text)) and match[2] in _SHARDING):
         return ()
@@ -65,7 +67,7 @@ def parse_cell(text: str) -> tuple[Action, ...]:
 
 
 def cells(program: Program, rank: int) -> list[str]:
-    """A rank's row as CSV cells."""
+    """Return a rank's row as CSV cells."""
     return _cells(program.rows[rank])
 
 
@@ -79,7 +81,10 @@ def _cells(row: Row) -> list[str]:
 
 
 def to_csv(program: Program, for_torch: bool = False) -> str:
-    """One line per rank. `for_torch` leaves out STEP and GATHER, and refuses programs that torch cannot express."""
+    """Write one line per rank.
+
+    `for_torch` leaves out STEP and GATHER, and refuses programs that torch cannot express.
+    """
     if for_torch and program.placement.copies > 1:
         raise ValueError(
             f"{program.name} cannot be exported for torch.distributed.pipelining: it keeps {program.placement.copies} "
@@ -90,9 +95,10 @@ def to_csv(program: Program, for_torch: bool = False) -> str:
 
 
 def from_csv(text: str, placement: Placement | None = None, name: str = "csv") -> Program:
-    """Read a program. Without `placement` it is inferred from where the computations stand.
+    """Read a program.
 
-    Raises ValueError with row and cell for what is not an action, and where no placement fits.
+    Without `placement` it is inferred from where the computations stand. Raises ValueError with row and cell for what
+    is not an action, and where no placement fits.
     """
     rows: list[list[Action]] = []
     for rank, row in enumerate(_cells_of(text)):

@@ -44,6 +44,8 @@ BEHIND = (Kind.REDUCE, Kind.GATHER)  # in the background, by a thread of their o
 
 
 class Span(NamedTuple):
+    """One span: what occupied `rank` from `start` to `end`; stage and micro-batch are -1 where there is none."""
+
     rank: int
     kind: Kind
     stage: int
@@ -72,6 +74,7 @@ class Timeline:
 
     @property
     def ranks(self) -> int:
+        """How many ranks there are, over all replicas."""
         return len(self.windows)
 
     def first(self, ranks: int) -> Timeline:

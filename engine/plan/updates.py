@@ -19,12 +19,12 @@ _BACKWARD_ENDS = (Op.B, Op.W)
 
 
 def read_versions(program: Program) -> Row:
-    """The version that forward and backward of (stage, micro-batch) use: shape [S, M]."""
+    """Return the version that forward and backward of (stage, micro-batch) use: shape [S, M]."""
     return newest_versions(program) if program.versions is None else program.versions
 
 
 def newest_versions(program: Program) -> Row:
-    """How many updates of a stage come before the forward of (stage, micro-batch) in its row: shape [S, M]."""
+    """Return how many updates of a stage come before the forward of (stage, micro-batch): shape [S, M]."""
     table = np.zeros((program.stages, program.microbatches), dtype=np.int64)
     for row in program.rows:
         fields = unpack(row)
@@ -37,7 +37,7 @@ def newest_versions(program: Program) -> Row:
 
 
 def staleness(program: Program) -> Row:
-    """How many updates lie between the weights that (stage, micro-batch) reads and those it changes: shape [S, M].
+    """Return the updates between the weights that (stage, micro-batch) reads and those it changes: shape [S, M].
 
     0 everywhere in a synchronous program.
     """
@@ -49,7 +49,7 @@ def staleness(program: Program) -> Row:
 
 
 def peak_versions(program: Program) -> list[int]:
-    """The most versions of a stage's weights that a rank keeps at once: the newest, and those still to be read."""
+    """Return the most versions of a stage's weights that a rank keeps: the newest, and those still to be read."""
     if not program.asynchronous:
         return [1] * program.ranks
     versions = read_versions(program)
@@ -87,7 +87,7 @@ def _updates(program: Program) -> Row:
 
 
 def in_updates(flat: Flat) -> None:
-    """Refuse an asynchronous program whose updates are not the same on every stage, complete, and in their place.
+    """Refuse an asynchronous program whose updates differ between stages, are incomplete or out of place.
 
     An update comes after the backwards of its micro-batches and before any other; between them is its REDUCE, if there
     are any. No micro-batch reads weights that do not exist yet.

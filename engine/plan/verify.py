@@ -83,7 +83,7 @@ def _together(flat: Flat) -> dict[tuple[int, Action], int]:
 
 
 def peak_in_flight(program: Program) -> list[int]:
-    """For each rank the most micro-batches whose forward ran and whose (input-)backward did not.
+    """Return for each rank the most micro-batches whose forward ran and whose (input-)backward did not.
 
     A rank with several stages counts (stage, micro-batch) pairs. A forward-only program keeps nothing.
     """
@@ -91,7 +91,10 @@ def peak_in_flight(program: Program) -> list[int]:
 
 
 def peak_kept(program: Program) -> list[int]:
-    """As `peak_in_flight`, but until the weight gradient too is computed: W needs part of what F left."""
+    """Return for each rank the most micro-batches whose weight gradient is not computed.
+
+    W needs part of what F left.
+    """
     return _peaks(program, (Op.B, Op.W))
 
 

@@ -8,7 +8,7 @@
      "step": [W], "reduced": bool, "normed": bool, "gathered": bool,
      "layers": [{"name", "forward": s, "activation_bytes", "parameter_bytes", "sends": [forward, backward] or null}]}
 
-All times are seconds, and medians over `steps` whole traced steps that were looked at (`looks.py`), without the run's
+All times are seconds, and medians over `steps` whole traced steps looked at (`trace_budget.py`), without the run's
 first. S stages, W world ranks, W = replica * P + pipeline rank. The four kinds are F, B, I, W; a kind that a stage did
 not run is 0.
 
@@ -33,10 +33,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engine.account.bubble import NAMES, Account
-from engine.account.gather import Step
+from engine.account.bubble import Account
 from engine.account.measure import repeated
-from engine.account.observed import Observed, durations
+from engine.account.records.gather import Step
+from engine.account.replay.observed import Observed, durations
+from engine.categories import NAMES
 from engine.job import Job
 from engine.plan.actions import COMPUTE, Op, Program
 from engine.plan.dependencies import Flat
@@ -61,7 +62,7 @@ class _Whole(NamedTuple):
     gathered: bool
 
 
-class Costs:
+class MeasuredCosts:
     """Keeps the last whole traced steps of a run with a synchronous schedule."""
 
     def __init__(self, job: Job) -> None:

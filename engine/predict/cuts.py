@@ -16,7 +16,8 @@ from engine.tables import counted
 @dataclass(frozen=True, eq=False)
 class Cut:
     """`parts` [S, L]: what part of each layer a stage has; `after` [S]: the layer that ends it. `split`: the first
-    layer of each stage, or None where layers are cut in parts themselves."""
+    layer of each stage, or None where layers are cut in parts themselves.
+    """
 
     parts: Floats
     after: tuple[int, ...]

@@ -22,6 +22,7 @@ class Line:
     per_unit: float
 
     def at(self, size: float) -> float:
+        """The fitted cost at a size."""
         return self.fixed + self.per_unit * size
 
     def ratio(self, size: float, known: float) -> float:

@@ -57,6 +57,7 @@ class Measured:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of the run's layers, in order."""
         return tuple(layer["name"] for layer in self.raw["layers"])
 
     @property
@@ -71,10 +72,12 @@ class Measured:
 
     @property
     def split(self) -> tuple[int, ...]:
+        """The index of each stage's first layer."""
         return tuple(self.raw["split"])
 
     @property
     def rows(self) -> float:
+        """Samples of a micro-batch, the mean over replicas and micro-batches."""
         return float(self.raw["rows"])
 
     @property
@@ -137,7 +140,7 @@ def _of_run(folder: Path) -> Measured:
         raise ValueError(
             f"{folder / COSTS_NAME} has version {raw.get('version')}, and this engine reads {VERSION}: run it again"
         )
-    schemas.check(raw, schemas.Costs, COSTS_NAME)
+    schemas.check(raw, schemas.CostsFile, COSTS_NAME)
     if raw["schedule"] == "csv":  # the run's own copy: the file that it was given may be gone, or another by now
         raw = {**raw, "options": {**raw["options"], "path": str(folder / CSV_NAME)}}
     schemas.check_costs(raw, COSTS_NAME)

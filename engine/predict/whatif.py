@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from engine.account.measure import repeated
-from engine.account.replay import Replay
+from engine.account.replay.replay import Replay
 from engine.plan.actions import COMPUTE, Op, Program
 from engine.plan.dependencies import Flat
 from engine.plan.features import SPLIT, features
@@ -38,7 +38,8 @@ _BACKWARD = (Op.B, Op.I)
 @dataclass(frozen=True)
 class Scenario:
     """A configuration. `split` None: as the run's, or as even as the measured layers allow where there are more stages
-    or fewer. `words` name it; `overrides` are what to change for it, empty where it cannot be run."""
+    or fewer. `words` name it; `overrides` are what to change for it, empty where it cannot be run.
+    """
 
     words: str
     schedule: str
@@ -77,6 +78,7 @@ class Predictor:
 
     @property
     def runs(self) -> tuple[Measured, ...]:
+        """The run that is asked about, and the others that were given with it."""
         return (self.base, *self.others)
 
     @cached_property
@@ -107,7 +109,8 @@ class Predictor:
     def layers(self, halved: bool) -> Floats:
         """[R, 4, L]: what the layers cost with backwards in halves, or whole. Cutting costs something (the forward's
         operations are routed), so where the base does it the other way, a run that did it like this says what of it
-        belongs to each kind: as it was, for micro-batches of the same size, else in proportion."""
+        belongs to each kind: as it was, for micro-batches of the same size, else in proportion.
+        """
         found = self.base.layers.copy()
         known = [run for run in self.others if bool(run.measured[Op.I]) == halved]
         if bool(self.base.measured[Op.I]) == halved or not known:
@@ -123,6 +126,7 @@ class Predictor:
 
     @cached_property
     def halves_known(self) -> bool:
+        """Whether some run measured backwards in halves (I and W), so that such schedules can be predicted."""
         return any(run.measured[Op.I] for run in self.runs)
 
     @property
@@ -272,7 +276,8 @@ class Predictor:
 
     def _grown(self, way: int, edge: int, cut: Cut, rows: int) -> float:
         """How many times as long a message takes for micro-batches of so many samples. Never less, where no two sizes
-        of messages were seen."""
+        of messages were seen.
+        """
         size, times = self._bytes(way, edge, cut), rows / self.base.largest
         return self.hop.ratio(size * times, size) if self.hop else max(1.0, times)
 

@@ -29,6 +29,7 @@ class RunLog:
             self._file.write("".join(head + line + "\n" for line in message.splitlines() or [""]))
 
     def close(self) -> None:
+        """Flush and close engine.log; closing again changes nothing."""
         if self._file is not None:
             file, self._file = self._file, None
             with writing(self._path):
@@ -36,6 +37,7 @@ class RunLog:
 
 
 def tag(rank: int | None) -> str:
+    """The mark of a rank in front of its lines: `[rank 3]`, or `[parent]` for None."""
     return "[parent]" if rank is None else f"[rank {rank}]"
 
 

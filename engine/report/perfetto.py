@@ -23,6 +23,7 @@ from engine.account.messages import sends_of
 from engine.account.path import critical_path, name_of
 from engine.files import write_text
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Span, Timeline
+from engine.ranks import Rank
 
 Event = dict[str, Any]
 
@@ -40,7 +41,8 @@ _USERS = (Kind.F, Kind.B, Kind.I)
 
 def write_trace(path: Path, timeline: Timeline, ranks: int, uncertainty: Sequence[int] = ()) -> None:
     """Write a measured timeline; `ranks` is P, timeline ranks count over replicas. `uncertainty`: of each rank's clock,
-    ns; it stands beside the rank's name."""
+    ns; it stands beside the rank's name.
+    """
     write_text(path, trace_of(timeline, ranks, uncertainty))
 
 
@@ -95,7 +97,7 @@ def _doubts(uncertainty: Sequence[int]) -> Iterator[Event]:
 
 def _names(world: int, ranks: int) -> Iterator[Event]:
     for pid in range(world):
-        replica, rank = divmod(pid, ranks)
+        _, replica, rank = Rank.of(pid, ranks)
         name = f"rank {rank} (replica {replica})" if world > ranks else f"rank {rank}"
         yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": name}}
         yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_sort_index", "args": {"sort_index": pid}}

@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from engine.account.gather import Step
+from engine.account.records.gather import Step
 from engine.job import Job
 
 
@@ -18,11 +18,11 @@ class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
 _Bar.set_lock(threading.RLock())  # tqdm's own also locks between processes, which takes a semaphore of the system
 
 
-class Progress:
+class ProgressBar:
     """A bar over the steps of `job` on `console`; nothing but passed lines where `shown` is false."""
 
     def __init__(self, job: Job, console: TextIO, shown: bool) -> None:
-        self._console, self._shown, self._total = console, shown, _steps(job)
+        self._console, self._shown, self.total = console, shown, _steps(job)
         self._bar: Any = None
 
     def step(self, step: Step) -> bool:
@@ -30,7 +30,7 @@ class Progress:
         if not self._shown:
             return False
         if self._bar is None:
-            self._bar = _Bar(total=self._total, unit="step", file=self._console, dynamic_ncols=True)
+            self._bar = _Bar(total=self.total, unit="step", file=self._console, dynamic_ncols=True)
         loss = "-" if step.loss is None else f"{step.loss:.4g}"
         postfix = {"loss": loss, "samples/s": f"{step.samples_per_second:.1f}"}
         self._bar.set_postfix(postfix, refresh=False)
@@ -49,6 +49,7 @@ class Progress:
             self._bar.refresh()
 
     def close(self) -> None:
+        """Draw the bar a last time and let go of it; lines can still be said."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

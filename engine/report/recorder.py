@@ -4,9 +4,10 @@
                 traced, as time allows ────────► account, waterfall ──► event file
     evaluation ► all replicas' ────────────────► event file, a line
     log, error, ready ─────────────────────────► engine.log; warnings also on the console
-    finish ───► summary.json, report.txt, trace.json, timeline.png, TensorBoard's text, images and HParams session
+    finish ───► summary.json, report.txt, trace.json, timeline and waterfall as PNG and SVG, TensorBoard's text, images
+                and HParams session
 
-Only sums and some traced steps are kept (`looks.py`), so memory does not grow with the number of spans.
+Only sums and some traced steps are kept (`trace_budget.py`), so memory does not grow with the number of spans.
 """
 
 from __future__ import annotations
@@ -14,37 +15,35 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import ExitStack
-from io import BytesIO
 from pathlib import Path
 from typing import Any, TextIO
 
-from PIL import Image
-
 from engine.account.barrier import Barrier
 from engine.account.cause import diagnose
-from engine.account.clocks import Clocks
-from engine.account.finite import LossWatch
-from engine.account.gather import Evaluations, Recorded, Step, Steps
 from engine.account.measure import Bubbles, Measure
 from engine.account.path import critical_path
-from engine.account.pushes import Staleness
+from engine.account.records.clock_alignment import ClockAlignment
+from engine.account.records.gather import Evaluations, Recorded, Step, Steps
+from engine.account.records.nan_watch import LossWatch
+from engine.account.records.pushes import Staleness
 from engine.account.steady import SteadyMeasure
 from engine.files import write_bytes, write_json, write_text
 from engine.job import Job
 from engine.plan.timeline import Timeline
-from engine.predict.costs import COSTS_NAME, Costs
+from engine.predict.costs import COSTS_NAME, MeasuredCosts
 from engine.report.log import RunLog, line_of, tag
 from engine.report.perfetto import write_trace
-from engine.report.pictures.draw import Panel, draw
-from engine.report.pictures.draw_bars import draw_bars
-from engine.report.progress import Progress
+from engine.report.pictures.figure import Picture, preload
+from engine.report.pictures.timeline import SMALL, Panel, draw
+from engine.report.pictures.waterfall import draw_bars
+from engine.report.progress import ProgressBar
 from engine.report.summary import Totals
 from engine.report.tensorboard import curves
 from engine.report.tensorboard.board import Board
 from engine.report.tensorboard.documents import Counted, Documents
 from engine.report.tensorboard.hparams import METRICS, hparams, results
-from engine.report.tensorboard.looks import Looks
 from engine.report.tensorboard.series import CURVES, Thinning
+from engine.report.tensorboard.trace_budget import TraceBudget
 from engine.report.text import CLOCKS, PATH, clocks_text, closing, path_text, report
 from engine.tables import percent
 from engine.telemetry.records import Record
@@ -69,22 +68,23 @@ class Recorder:
         self._console_level = console_level
         self._log = RunLog(self.folder)
         self._board = Board(self.folder)
-        self._progress = Progress(job, console or sys.stdout, progress)
+        self._progress = ProgressBar(job, console or sys.stdout, progress)
         self._steps, self._evaluations = Steps(job), Evaluations(job)
         self._totals, self._measure = Totals(job), SteadyMeasure(job) if job.windows else Measure(job)
-        self._clocks = Clocks(job.world, job.ranks)
+        self._clocks = ClockAlignment(job.world, job.ranks)
         apart = job.settings.data_parallel.asynchronous
         self._barrier = Barrier(job) if job.replicas > 1 and not apart else None
         self._staleness = Staleness(job) if apart else None
-        self._costs = None if job.windows or apart else Costs(job)
+        self._costs = None if job.windows or apart else MeasuredCosts(job)
         self._documents = Documents(job, self._board, self._measure, self._clocks)
-        self._looks = Looks(self._look)
+        self._looks = TraceBudget(self._look)
         self._by_rank, self._looked = (Thinning(CURVES) for _ in range(2))
         self._raw: Recorded | None = None  # the last traced step, each rank on its own clock
         self._watch = LossWatch(job.settings.train.stop_on_nan)
         self._summary: dict[str, Any] | None = None
 
     def __call__(self, record: Record) -> None:
+        """Take in one record of a worker, whatever its kind."""
         if record.kind == "step":
             if step := self._steps.add(record):
                 self._step(step)
@@ -142,6 +142,8 @@ class Recorder:
             # Of an asynchronous schedule what an update waits for may lie in the one before: each is counted.
             counted = self._counted(step) if self.job.windows else None
             self._looks.add(counted or step, len(step.recorded))
+        if self._totals.steps == self._progress.total:
+            preload()  # ranks are evaluating, saving and ending meanwhile
         if self._progress.step(step):
             self._board.flush()
         if warning := self._watch.look(step):
@@ -230,17 +232,15 @@ class Recorder:
         if bubbles.simulated is not None:
             title = f"predicted: bubble {percent(bubbles.predicted)} (ideal {percent(bubbles.ideal)})"
             panels = {"predicted": Panel(title, bubbles.simulated, 1.0, self.job.ranks)} | panels
-        for name, panel in panels.items():
-            self._board.image(f"timeline/{name}", draw([panel]), step)
-        both = draw(list(panels.values()))
-        self._board.image("timeline/both", both, step)
-        write_bytes(self.folder / "timeline.png", _png(both))
+        for name, shown in {**{name: [panel] for name, panel in panels.items()}, "both": [*panels.values()]}.items():
+            self._board.image(f"timeline/{name}", draw(shown, SMALL), step)
+        self._write("timeline", draw([*panels.values()]))
         if bubbles.waterfall is not None:
             title = f"from perfect work to the measured step, mean over {bubbles.waterfall.steps} steps"
-            self._board.image("waterfall", draw_bars(bubbles.waterfall.bars, title), step)
+            fall = draw_bars(bubbles.waterfall.bars, title)
+            self._board.image("waterfall", fall, step)
+            self._write("waterfall", fall)
 
-
-def _png(image: Image.Image) -> bytes:
-    buffer = BytesIO()
-    image.save(buffer, format="png")
-    return buffer.getvalue()
+    def _write(self, name: str, picture: Picture) -> None:
+        write_bytes(self.folder / f"{name}.png", picture.png)
+        write_bytes(self.folder / f"{name}.svg", picture.svg)

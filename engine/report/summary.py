@@ -11,10 +11,11 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
-from engine.account.bubble import NAMES
-from engine.account.gather import Evaluation, Step
 from engine.account.measure import Bubbles
+from engine.account.records.gather import EvaluationResult, Step
+from engine.categories import NAMES
 from engine.job import Job
+from engine.ranks import Rank
 
 HELD = ("parameters", "gradients", "buckets", "optimizer_state")  # of a `memory` record
 
@@ -28,7 +29,7 @@ class Totals:
         self.first_loss: float | None = None
         self.last_loss: float | None = None
         self.last_index = 0
-        self.evaluation: Evaluation | None = None
+        self.evaluation: EvaluationResult | None = None
         self._seconds = array("d")
         self._samples = array("q")
         self._peaks = [0] * job.ranks
@@ -40,6 +41,7 @@ class Totals:
         self._versions, self._staleness = [1] * job.ranks, [0] * job.placement.stages
 
     def add(self, step: Step) -> None:
+        """Count one whole step, in the order of steps."""
         self.first_loss = step.loss if self.steps == 0 else self.first_loss
         self.last_loss, self.last_index = step.loss, step.index
         self.steps += 1
@@ -143,7 +145,7 @@ def _overlap(job: Job, bubbles: Bubbles | None) -> dict[str, Any] | None:
         return None
     found, per_rank = bubbles.overlap, []
     for rank, share in enumerate(found.shares):
-        replica, own = divmod(rank, job.ranks)
+        _, replica, own = Rank.of(rank, job.ranks)
         parts = {"total": found.total[rank], "hideable": found.hideable[rank], "hidden": found.hidden[rank]}
         seconds: dict[str, Any] = {name: float(ns) / found.steps * 1e-9 for name, ns in parts.items()}
         per_rank.append({"rank": own, "replica": replica, **seconds, "share": share})
@@ -168,7 +170,7 @@ def _bubble(job: Job, bubbles: Bubbles | None) -> dict[str, Any]:
         return {"ideal": None, "predicted": None, "measured": None, "per_rank": []}
     per_rank = []
     for rank, (seconds, bubble) in enumerate(zip(bubbles.seconds.tolist(), bubbles.per_rank.tolist(), strict=True)):
-        replica, pipeline_rank = divmod(rank, job.ranks)
+        _, replica, pipeline_rank = Rank.of(rank, job.ranks)
         where = dict(zip(NAMES, seconds, strict=True))
         per_rank.append({"rank": pipeline_rank, "replica": replica} | where | {"bubble": bubble})
     return {

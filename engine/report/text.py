@@ -9,18 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.account.bubble import NAMES
-from engine.account.clocks import Clocks
 from engine.account.measure import Bubbles
 from engine.account.overlap import Overlap
-from engine.account.path import Link, by_cause, by_rank, name_of
-from engine.account.pushes import pace_rows, pushes_text, staleness_rows
-from engine.account.waterfall import missing
+from engine.account.path import PathLink, by_cause, by_rank, name_of
+from engine.account.records.clock_alignment import ClockAlignment
+from engine.account.records.pushes import pace_rows, pushes_text, staleness_rows
+from engine.account.replay.waterfall import missing
+from engine.categories import NAMES
 from engine.job import Job
 from engine.plan.timeline import Timeline
+from engine.ranks import Rank
 from engine.tables import Rows, counted, markdown, milliseconds, percent, size, table
 
-PATH, CLOCKS = "Critical path of the last traced step", "Clocks"
+PATH, CLOCKS = "Critical path of the last traced step", "ClockAlignment"
 FIRST_ONLY = "What is said below of a whole step (waterfall, critical path, timeline, trace) is replica 0's."
 NAMED = 4  # replicas that a sentence lists one by one
 LONGEST = 5  # links of the critical path that are named
@@ -30,7 +31,7 @@ def rank_rows(job: Job, bubbles: Bubbles) -> Rows:
     """A row per rank: where its step went, in ms and percent of its window."""
     rows = [["rank", *(["replica"] if job.replicas > 1 else []), "step ms", *NAMES]]
     for world_rank, seconds in enumerate(bubbles.seconds.tolist()):
-        replica, rank = divmod(world_rank, job.ranks)
+        _, replica, rank = Rank.of(world_rank, job.ranks)
         window = sum(seconds)
         cells = [f"{s * 1e3:.1f} {100 * s / window if window else 0:3.0f}%" if s else "-" for s in seconds]
         rows.append([str(rank), *([str(replica)] if job.replicas > 1 else []), f"{window * 1e3:.1f}", *cells])
@@ -55,6 +56,7 @@ def stage_rows(job: Job, bubbles: Bubbles) -> Rows:
 
 
 def bubble_rows(bubbles: Bubbles) -> Rows:
+    """The three bubbles of a run, as shares of the step."""
     return [
         ["bubble", "ideal", "predicted", "measured"],
         ["of the step", percent(bubbles.ideal), percent(bubbles.predicted), percent(bubbles.measured)],
@@ -71,7 +73,7 @@ def waterfall_rows(bubbles: Bubbles) -> Rows:
     return rows
 
 
-def path_text(path: Sequence[Link], timeline: Timeline) -> str:
+def path_text(path: Sequence[PathLink], timeline: Timeline) -> str:
     """The critical path of a step in words: how much for which cause and on which rank, and its longest links."""
     total = sum(link.end - link.start for link in path)
     if not total:
@@ -88,7 +90,7 @@ def path_text(path: Sequence[Link], timeline: Timeline) -> str:
     return f"By cause: {causes}.\nBy rank: {places}.\nLongest links: {links}."
 
 
-def clocks_text(clocks: Clocks) -> str:
+def clocks_text(clocks: ClockAlignment) -> str:
     """How well the clocks of hosts that are not rank 0's are known."""
     lines = []
     for rank, ns in enumerate(clocks.uncertainty):

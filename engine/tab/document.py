@@ -12,7 +12,7 @@ from engine.folder import schemas
 from engine.plan.timeline import Kind, Timeline
 
 
-class Measured(NamedTuple):
+class MeasuredStep(NamedTuple):
     """Times count from the document's origin; `ranks` is P; `uncertainty`: of each rank's clock, ns."""
 
     timeline: Timeline
@@ -20,7 +20,7 @@ class Measured(NamedTuple):
     uncertainty: list[int]
 
 
-def measured(document: str) -> Measured:
+def measured(document: str) -> MeasuredStep:
     """What the document says was measured; ValueError where it holds nothing of the kind."""
     try:
         content = json.loads(document)
@@ -38,7 +38,7 @@ def measured(document: str) -> Measured:
     if shapes != {(start.size,)} or not indices or ranks < 1 or len(uncertainty) != len(windows):
         raise ValueError("not a document of a step: its columns do not belong together")
     timeline = Timeline(narrow[0], narrow[1], narrow[2], narrow[3], start, start + length, windows, pairs)
-    return Measured(timeline, ranks, uncertainty)
+    return MeasuredStep(timeline, ranks, uncertainty)
 
 
 def _index(numbers: npt.NDArray[np.integer[Any]], size: int) -> bool:

@@ -18,10 +18,10 @@ from tensorboard.data import provider
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
-from engine.account.bubble import NAMES
+from engine.categories import NAMES
 from engine.folder import schemas
 from engine.report.perfetto import trace_of
-from engine.report.pictures.palette import by_name, style
+from engine.report.pictures.palette import for_page, style
 from engine.report.tensorboard.series import PLUGIN, tag_of, unpacked
 from engine.tab.document import measured
 
@@ -50,13 +50,18 @@ class PipelinePlugin(base_plugin.TBPlugin):
         }
 
     def is_active(self) -> bool:
+        """False: TensorBoard itself sees whether there are series of ours."""
         return False  # TensorBoard itself sees whether there are series of ours
 
     def frontend_metadata(self) -> base_plugin.FrontendMetadata:
+        """The page's module and the name of the tab."""
         return base_plugin.FrontendMetadata(es_module_path="/index.js", tab_name="Pipeline", disable_reload=True)
 
     def _runs(self, request: wrappers.Request) -> wrappers.Response:
-        """{"palette": ..., "runs": [{"name": ..., "steps": [{"step": ..., "seconds": ..., "shares": {...}}]}]}"""
+        """The runs with their traced steps, and how they are drawn.
+
+        {"palette": ..., "runs": [{"name": ..., "steps": [{"step": ..., "seconds": ..., "shares": {...}}]}]}
+        """
         series = self._data.list_tensors(
             plugin_util.context(request.environ),
             experiment_id=plugin_util.experiment_id(request.environ),
@@ -67,7 +72,7 @@ class PipelinePlugin(base_plugin.TBPlugin):
             for run, tags in sorted(series.items())
             if tags
         ]
-        return http_util.Respond(request, {"palette": by_name(), "runs": runs}, "application/json")
+        return http_util.Respond(request, {"palette": for_page(), "runs": runs}, "application/json")
 
     def _step(self, request: wrappers.Request) -> wrappers.Response:
         """The document of a step (account/steps.py)."""
@@ -108,7 +113,7 @@ def _listed(series: provider.TensorTimeSeries) -> dict[str, Any]:
     try:
         said = json.loads(series.plugin_content)
         schemas.check(said, schemas.About, "a step's line")
-        shares = {name: float(said["shares"][name]) for name in NAMES}
+        shares = {name: float(said["shares"][name]) for name in NAMES if name in said["shares"]}  # of earlier runs too
     except (ValueError, KeyError, RecursionError):
         return {"step": series.max_step, "seconds": 0.0, "shares": {}}
     return {"step": series.max_step, "seconds": float(said["seconds"]), "shares": shares}

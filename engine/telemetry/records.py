@@ -31,7 +31,7 @@
 |              | peer (the rank waited for, or null), type, message, traceback, time_ns                              |
 | `done`       | rank                                                                                                |
 
-`rank` is the world rank: replica * P + pipeline rank.
+`rank` is the world rank (`engine.ranks`).
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ PUSH_COLUMNS = 5
 
 
 class Record(NamedTuple):
+    """One message of a rank to the parent: its `kind`, plain data, and named int64 arrays."""
+
     kind: str
     meta: dict[str, Any]
     arrays: dict[str, npt.NDArray[np.int64]]

@@ -126,6 +126,7 @@ class CudaTracer(Tracer):
         super().__init__()
 
     def mark(self) -> Any:
+        """A recorded CUDA event on the current stream, to be read when the step is over; 0 while nothing is traced."""
         if not self.on:
             return 0
         event = torch.cuda.Event(enable_timing=True)
@@ -133,6 +134,7 @@ class CudaTracer(Tracer):
         return event
 
     def now(self) -> int:
+        """Nanoseconds of CLOCK_MONOTONIC, once the device has done all it was given."""
         torch.cuda.synchronize(self.device)
         return time.monotonic_ns()
 
@@ -148,4 +150,5 @@ class CudaTracer(Tracer):
 
 
 def tracer_for(device: torch.device) -> Tracer:
+    """The tracer for a device: of CUDA events on a GPU, of the host's clock elsewhere."""
     return CudaTracer(device) if device.type == "cuda" else Tracer()

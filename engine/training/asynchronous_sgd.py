@@ -157,7 +157,7 @@ class AsynchronousSGD:
 
     def pop_records(self) -> npt.NDArray[np.int64]:
         """What became of the last step's pushes: the array `pushes` of `engine.telemetry.records`."""
-        rows = [(stage, *told) for stage, reducer in sorted(self._reducers.items()) for told in reducer.told()]
+        rows = [(stage, *told) for stage, reducer in sorted(self._reducers.items()) for told in reducer.pop_records()]
         return np.array(rows, dtype=np.int64).reshape(-1, PUSH_COLUMNS)
 
     @contextmanager

@@ -20,11 +20,9 @@ from engine.training.connect import transport_of
 from engine.training.reduction import collective_of
 from engine.training.sharding import division_of
 from engine.transport import Edge
+from engine.transports import TRANSPORTS
 
-# Files that a worker has open: by itself, as gloo's device, for its end of a channel. The channel's segments of shared
-# memory, which come with its messages, are one each or more.
-OWN, GLOO = 12, 4
-PER_END = {"shared_memory": 4, "gloo": 1}  # socket, two event counters, the ring; a connection
+OWN = 12  # files that a worker has open by itself
 
 
 def connections(job: Job) -> Connections:
@@ -50,23 +48,25 @@ def _reduction_edges(job: Job, kind: type[Collective], members: Sequence[int], l
 
 
 def files_needed(job: Job, found: Connections) -> Counter[int]:
-    """Files that the process of each world rank has open at least, where ranks are processes that compute on CPUs."""
+    """Files that the process of each world rank has open at least, where the transport's are counted."""
     transport = transport_of(job.settings)
+    backend = TRANSPORTS[transport.backend or transport.name]
     needed = Counter(dict.fromkeys(range(job.world), OWN))
-    gloo: set[int] = set()
+    users: dict[str, set[int]] = {transport.name: set(), backend.name: set()}
     for edge in found.edges:
-        needed.update(dict.fromkeys((edge.src, edge.dst), PER_END[transport]))
-        gloo.update((edge.src, edge.dst) if transport == "gloo" else ())
-    for members, _, backend in found.groups:
+        needed.update(dict.fromkeys((edge.src, edge.dst), transport.files_per_end or 0))
+        users[transport.name].update((edge.src, edge.dst))
+    for members, _, by_backend in found.groups:
         needed.update(dict.fromkeys(members, len(members) - 1))  # a connection to each of the others
-        gloo.update(members if len(members) > 1 and (backend or transport == "gloo") else ())
-    needed.update(dict.fromkeys(gloo, GLOO))
+        users[(backend if by_backend else transport).name].update(members if len(members) > 1 else ())
+    for name, ranks in users.items():
+        needed.update(dict.fromkeys(ranks, TRANSPORTS[name].files_per_rank))
     return needed
 
 
 def check_open_files(job: Job, found: Connections) -> None:
     """ValueError where a rank meets more others than the limit on open files lets it."""
-    if job.settings.launch != "processes" or job.settings.device != "cpu":
+    if transport_of(job.settings).files_per_end is None:
         return
     ((rank, needed),) = files_needed(job, found).most_common(1)
     if needed > open_files():

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.collectives import COLLECTIVES, Collective, Hierarchical, Ring
+from engine.allreduces import ALLREDUCES
+from engine.collectives import Collective
 from engine.environment import ranks_per_host
+from engine.registry import load
 from engine.settings import Settings
 
 
@@ -17,20 +19,21 @@ def grouped(settings: Settings) -> Settings:
     whole replicas, or not equally many. ValueError where a configured one does not divide the replicas.
     """
     chosen, replicas = settings.allreduce, settings.data_parallel.replicas
-    if COLLECTIVES.get(chosen.name) is not Hierarchical:
+    if not ALLREDUCES[chosen.name].grouped:
         return settings
     size = chosen.group_size
     if size is None:
         whole, rest = divmod(ranks_per_host(settings.world), settings.pipeline.ranks)
         size = whole if whole and not rest and replicas % whole == 0 else 1
-    Hierarchical.grouped(size).circles(replicas)
+    load(ALLREDUCES[chosen.name].kind).grouped(size).rings(replicas)
     return replace(settings, allreduce=replace(chosen, group_size=size))
 
 
 def collective_of(settings: Settings, members: Sequence[int]) -> type[Collective]:
     """The all-reduce of a stage's copies, `members`: one or more per replica."""
-    kind = COLLECTIVES.get(settings.allreduce.name, Ring)  # beside a parameter server: for flags and statistics
-    if not issubclass(kind, Hierarchical):
-        return kind
-    per_replica = len(members) // settings.data_parallel.replicas
-    return kind.grouped((settings.allreduce.group_size or 1) * per_replica)
+    row = ALLREDUCES[settings.allreduce.name]
+    kind: type[Collective] = load(row.kind)
+    if row.grouped:
+        per_replica = len(members) // settings.data_parallel.replicas
+        kind = load(row.kind).grouped((settings.allreduce.group_size or 1) * per_replica)
+    return kind

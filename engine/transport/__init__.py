@@ -10,14 +10,19 @@ A channel carries contiguous tensors whose size both ends know. What the bytes m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from engine.transport.waits import ANYWHERE, Waits
+
 
 class Edge(NamedTuple):
-    """A directed channel between two world ranks. `label` tells channels of one pair apart, e.g. "F" or "ring0"."""
+    """A directed channel between two world ranks.
+
+    `label` tells channels of one pair apart, e.g. "F" or "ring0".
+    """
 
     src: int
     dst: int
@@ -27,8 +32,26 @@ class Edge(NamedTuple):
         return f"channel {self.label} from rank {self.src} to rank {self.dst}"
 
 
+class Endpoint(NamedTuple):
+    """What a rank's transport is made of.
+
+    `meeting`: where the ranks find each other, a torch.distributed Store between processes and a ThreadHub between
+    threads. `timeout_s` limits connecting and every wait; `waits` says how the rank waits for messages.
+    """
+
+    rank: int
+    world: int
+    meeting: Any
+    timeout_s: float
+    device: torch.device
+    waits: Waits = ANYWHERE
+
+
 class PeerError(RuntimeError):
-    """A wait could not end because of the other side; never the first cause of a failure. `peer` is its world rank."""
+    """A wait that could not end because of the other side; never the first cause of a failure.
+
+    `peer` is the world rank of the other side, None where it is not one rank.
+    """
 
     def __init__(self, message: str, peer: int | None) -> None:
         super().__init__(message)
@@ -46,10 +69,14 @@ class PeerTimeout(PeerError):  # noqa: N818
 class Work(Protocol):
     """An operation under way. It keeps its tensor alive until waited for."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Block until the operation is complete; PeerLost or PeerTimeout where it cannot become so."""
 
     def done(self) -> bool:
-        """Known to be complete, without waiting. A backend that cannot be asked (gloo) says False until `wait`."""
+        """Say, without waiting, whether the operation is known to be complete.
+
+        A transport that is not `pollable` says False until `wait` has returned.
+        """
 
 
 class Channel(Protocol):
@@ -58,45 +85,61 @@ class Channel(Protocol):
     edge: Edge
     bytes_sent: int
 
-    def isend(self, tensor: Tensor) -> Work: ...
+    def isend(self, tensor: Tensor) -> Work:
+        """Post a send of a contiguous tensor, which must stay as it is until the work is waited for."""
 
-    def irecv(self, tensor: Tensor) -> Work: ...
+    def irecv(self, tensor: Tensor) -> Work:
+        """Post a receive into a contiguous tensor, which has its message once the work was waited for."""
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """Memory (uint8) that `isend` may find cheaper to send than any other: to be filled again once that is done."""
+        """Return memory (uint8) that `isend` may send at less cost than other memory.
+
+        The caller fills it, sends it, and may fill it again once that send is done.
+        """
 
 
 class AnyMemory:
-    """A channel to which all memory is alike."""
+    """Mixin for channels that send all memory at the same cost."""
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return new memory, uint8 [nbytes]."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 class Transport(Protocol):
-    """A rank's ends of all channels. `device`: where a tensor that nothing else places should live."""
+    """A rank's ends of all channels, and its sums over groups of ranks.
+
+    `device`: where a tensor that nothing else places should live.
+    """
 
     rank: int
     world: int
     device: torch.device
 
     def open(self, edges: Sequence[Edge]) -> None:
-        """Connect this rank's ends, in list order. Every rank calls equally often, the k-th time with the same list."""
+        """Connect this rank's ends, in the order of the list.
 
-    def channel(self, edge: Edge) -> Channel: ...
+        Every rank calls equally often, the k-th time with the same list.
+        """
+
+    def channel(self, edge: Edge) -> Channel:
+        """Return this rank's end of an edge that was opened."""
 
     def all_reduce(self, tensor: Tensor, members: Sequence[int], label: str) -> Work:
         """Sum over `members` (sorted world ranks), in place. Starting it does not block."""
 
     def open_group(self, members: Sequence[int], label: str, backend: bool = False) -> None:
-        """Connect the members of later sums; only they call, all in one order of groups. `backend`: the sums may be
-        long and have to be the backend's own, where a transport has another way for short ones."""
+        """Connect the members of later sums; only they call, all in one order of groups.
+
+        `backend`: the sums may be long and have to be the backend's own, where a transport has another way for short
+        ones.
+        """
 
     def check(self) -> None:
         """Raise PeerLost where the run was aborted while this rank waited for nobody; processes are killed instead."""
 
     def close(self) -> None:
-        """Orderly, after the last wait."""
+        """Close the transport in order, after the last wait."""
 
     def abort(self) -> None:
-        """At once, from any thread: every wait of this rank raises PeerLost. Never waits for a peer."""
+        """End every wait of this rank with PeerLost, from any thread, without waiting for a peer."""

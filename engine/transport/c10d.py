@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from engine.transport import AnyMemory, Channel, Edge, PeerError, PeerLost, PeerTimeout, Work
 from engine.transport.waits import ANYWHERE, Waits
+from engine.transports import TransportInfo
 
 T = TypeVar("T")
 What = str | tuple[str, int, Edge]  # what was being done, or (send or receive, bytes, edge)
@@ -32,7 +33,10 @@ REDUCIBLE = frozenset({
 
 
 def as_bytes(tensor: Tensor, edge: Edge) -> Tensor:
-    """The memory of a contiguous tensor of any dtype as uint8 [n]: a view. ValueError where there is no such view."""
+    """View the memory of a contiguous tensor of any dtype as uint8 [n].
+
+    ValueError where there is no such view.
+    """
     if tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.is_contiguous():
         return tensor
     tensor = tensor.detach()
@@ -43,21 +47,21 @@ def as_bytes(tensor: Tensor, edge: Edge) -> Tensor:
 
 
 def tag_of(nbytes: int) -> int:
-    """A message only matches a receive of its own size.
+    """Return the tag of a message of `nbytes`, so that it matches only a receive of its own size.
 
-    Without this, gloo lets a short message leave the tail of a buffer unfilled and ends the process on a long one;
-    with it, a disagreement ends in PeerTimeout and no half-filled buffer is ever used.
+    Without this, gloo lets a short message leave the tail of a buffer unfilled and ends the process on a long one; with
+    it, a disagreement ends in PeerTimeout and no half-filled buffer is ever used.
     """
     return nbytes % (MAX_TAG - 1) + 1
 
 
 def sum_over(members: Sequence[int], label: str) -> str:
-    """What a sum is called where something is wrong with it."""
+    """Name a sum in messages about it."""
     return f"all-reduce {label} over ranks {list(members)}"
 
 
 def check_reducible(tensor: Tensor, what: str) -> None:
-    """ValueError for a dtype that the backends do not add."""
+    """Raise ValueError for a dtype that the backends do not add."""
     if tensor.dtype not in REDUCIBLE:
         raise ValueError(f"{what}: the backend does not add {tensor.dtype}; allreduce=ring does")
 
@@ -65,11 +69,10 @@ def check_reducible(tensor: Tensor, what: str) -> None:
 class C10dTransport(ABC):
     """A rank's ends. Subclasses say how a process group is made (`_connect`) and torn down (`_break`).
 
-    `device`: where the tensors live. `timeout_s` limits connecting and every wait. `pollable`: whether an operation
-    under way can be asked if it is complete.
+    `device`: where the tensors live. `timeout_s` limits connecting and every wait. `info`: the transport's row.
     """
 
-    pollable = False
+    info: TransportInfo
 
     def __init__(
         self, rank: int, world: int, store: Store, timeout_s: float, device: torch.device, waits: Waits = ANYWHERE
@@ -93,6 +96,7 @@ class C10dTransport(ABC):
         """Make every wait on a group in which we are `rank` raise, without waiting for anybody."""
 
     def open(self, edges: Sequence[Edge]) -> None:
+        """Connect this rank's ends of `edges`; all ranks call equally often, with the same lists."""
         for edge in edges:
             if self.rank in (edge.src, edge.dst):
                 end, peer = (SENDER, edge.dst) if self.rank == edge.src else (RECEIVER, edge.src)
@@ -100,16 +104,18 @@ class C10dTransport(ABC):
                 self._channels[edge] = C10dChannel(self, edge, group, peer)
 
     def channel(self, edge: Edge) -> Channel:
+        """Return this rank's end of an edge that was opened."""
         return self._channels[edge]
 
     def open_group(self, members: Sequence[int], label: str, backend: bool = False) -> None:
+        """Connect the members of later sums."""
         key = tuple(members), label
         name = f"group/{'-'.join(map(str, members))}/{label}"
         what = f"connecting group {label} of ranks {list(members)}"
         self._groups[key] = self._meet(name, members.index(self.rank), len(members), what, None)
 
     def all_reduce(self, tensor: Tensor, members: Sequence[int], label: str) -> Work:
-        """Members must pass equal sizes: gloo ends the process where they do not."""
+        """Start a sum over `members`, in place; they must pass equal sizes, or gloo ends the process."""
         what = sum_over(members, label)
         check_reducible(tensor, what)
         if tensor.numel() == 0:
@@ -120,16 +126,20 @@ class C10dTransport(ABC):
         return self.translated(lambda: C10dWork(self, group.allreduce([tensor]), tensor, what, peer), what, peer)
 
     def check(self) -> None:  # noqa: B027
-        """Nothing: a process is killed where another has failed."""
+        """Do nothing: a process is killed where another rank has failed."""
 
     def close(self) -> None:
+        """Close every channel and group; call it after the last wait."""
         for channel in self._channels.values():
             channel.group = None  # whoever still holds the channel does not keep the connection
         self._channels.clear()
         self._groups.clear()
 
     def abort(self) -> None:
-        """From any thread. A rank that is still connecting is released by the time limit only."""
+        """End every wait of this rank with PeerLost, from any thread.
+
+        A rank that is still connecting is released by the time limit only.
+        """
         self.aborted = True
         for channel in list(self._channels.values()):
             self._break(channel.group, SENDER if channel.edge.src == self.rank else RECEIVER)
@@ -137,7 +147,7 @@ class C10dTransport(ABC):
             self._break(group, members.index(self.rank))
 
     def translated(self, call: Callable[[], T], what: str, peer: int | None) -> T:
-        """Call the backend; its errors become PeerError."""
+        """Call the backend and raise its errors as PeerError."""
         try:
             return call()
         except RuntimeError as error:
@@ -147,7 +157,7 @@ class C10dTransport(ABC):
         return self.translated(lambda: self._connect(PrefixStore(name, self._store), rank, size), what, peer)
 
     def peer_error(self, error: RuntimeError, doing: What, peer: int | None) -> PeerError:
-        """What the backend's error means, in our words."""
+        """Translate an error of the backend into a PeerError that names what was done and with whom."""
         what = doing if isinstance(doing, str) else "{} of {} bytes on {}".format(*doing)
         whom = "" if peer is None else f", peer {peer}"
         text = (str(error).splitlines() or [type(error).__name__])[0]
@@ -171,11 +181,13 @@ class C10dChannel(AnyMemory):
         self._pending: set[C10dWork] = set()
 
     def isend(self, tensor: Tensor) -> Work:
+        """Post a send of a contiguous tensor, which must stay as it is until the work is waited for."""
         work = self._post(tensor, "send", self.group.send, RECEIVER)
         self.bytes_sent += tensor.nbytes
         return work
 
     def irecv(self, tensor: Tensor) -> Work:
+        """Post a receive into a contiguous tensor, which has its message once the work was waited for."""
         return self._post(tensor, "receive", self.group.recv, SENDER)
 
     def _post(self, tensor: Tensor, kind: str, call: Callable[..., Any], other: int) -> Work:
@@ -211,9 +223,11 @@ class C10dWork:
         self._what, self._peer, self._ended, self._waits = what, peer, ended, waits
 
     def done(self) -> bool:
-        return self._handle is None or bool(self._transport.pollable and self._handle.is_completed())
+        """Say, without waiting, whether the operation is known to be complete."""
+        return self._handle is None or bool(self._transport.info.pollable and self._handle.is_completed())
 
     def wait(self) -> None:
+        """Block until the operation is complete; PeerLost or PeerTimeout where it cannot become so."""
         if self._handle is None:
             return
         try:
@@ -225,10 +239,11 @@ class C10dWork:
 
 
 class Finished:
-    """The work of an operation on nothing."""
+    """The work of an operation on an empty tensor."""
 
     def done(self) -> bool:
+        """Return True."""
         return True
 
     def wait(self) -> None:
-        return None
+        """Return at once."""

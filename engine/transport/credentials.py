@@ -19,17 +19,18 @@ class StrangerError(RuntimeError):
 
 
 def user_of(end: socket.socket) -> int:
-    """The user of the process that connected, or that listened when `end` connected to it."""
+    """Return the user id of the process that connected, or that listened when `end` connected to it."""
     _, user, _ = _PEER.unpack(end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return int(user)
 
 
 def is_ours(end: socket.socket) -> bool:
+    """Say whether the process at the other end belongs to this process's user."""
     return user_of(end) == os.geteuid()
 
 
 def check_ours(end: socket.socket, what: str) -> None:
-    """StrangerError unless this process's own user listens at the other end."""
+    """Raise StrangerError unless this process's own user listens at the other end."""
     if not is_ours(end):
         raise StrangerError(
             f"{what}: user {user_of(end)} listens there, not user {os.geteuid()} of this run: somebody else on this "

@@ -9,6 +9,7 @@ group, and with them every other wait on that group ends, on both sides. So abor
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,29 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroupGloo, Store  # type: ignore[attr-defined]
 
+from engine.environment import one_host
+from engine.transport import Endpoint
 from engine.transport.c10d import ABORT_TAG, C10dTransport
 from engine.transport.waits import ANYWHERE, Waits
+from engine.transports import TRANSPORTS
 
 LOOPBACK = "127.0.0.1"
 
 
+def make(endpoint: Endpoint) -> GlooTransport:
+    """Make the transport of one process: on loopback where all are on one host, else where GLOO_SOCKET_IFNAME says."""
+    interface = None if one_host() else os.environ.get("GLOO_SOCKET_IFNAME", "")
+    return GlooTransport(endpoint.rank, endpoint.world, endpoint.meeting, endpoint.timeout_s, interface, endpoint.waits)
+
+
 class GlooTransport(C10dTransport):
-    """`interface`: None listens on loopback only; else the name of an interface that the other hosts reach, or ""
-    for the one that this host's name resolves to. `timeout_s` limits connecting and every wait."""
+    """Channels and sums over gloo between processes that compute on CPUs.
+
+    `interface`: None listens on loopback only; else the name of an interface that the other hosts reach, or "" for the
+    one that this host's name resolves to. `timeout_s` limits connecting and every wait.
+    """
+
+    info = TRANSPORTS["gloo"]
 
     def __init__(
         self,

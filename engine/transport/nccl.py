@@ -18,16 +18,26 @@ from typing import Any
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from engine.transport import Edge
+from engine.transport import Edge, Endpoint
 from engine.transport.c10d import RECEIVER, SENDER, C10dTransport
+from engine.transports import TRANSPORTS
+
+
+def make(endpoint: Endpoint) -> NcclTransport:
+    """Make the transport of one process, whose own GPU is `endpoint.device`."""
+    return NcclTransport(endpoint.rank, endpoint.world, endpoint.meeting, endpoint.timeout_s, endpoint.device)
 
 
 class NcclTransport(C10dTransport):
-    """`device`: this rank's own GPU; two ranks cannot share one. Carries device tensors."""
+    """Channels and sums over NCCL between GPUs.
 
-    pollable = True
+    `device`: this rank's own GPU; two ranks cannot share one. Carries device tensors.
+    """
+
+    info = TRANSPORTS["nccl"]
 
     def open(self, edges: Sequence[Edge]) -> None:
+        """Connect this rank's ends of `edges` and use each once, in the same order on all ranks."""
         super().open(edges)
         nothing = torch.zeros(1, dtype=torch.uint8, device=self.device)
         for edge, channel in self._channels.items():
@@ -37,11 +47,13 @@ class NcclTransport(C10dTransport):
         torch.cuda.synchronize(self.device)
 
     def open_group(self, members: Sequence[int], label: str, backend: bool = False) -> None:
+        """Connect the members of later sums and sum once over them."""
         super().open_group(members, label, backend)
         self.all_reduce(torch.zeros(1, device=self.device), members, label).wait()
         torch.cuda.synchronize(self.device)
 
     def close(self) -> None:
+        """Shut every communicator down, after the last wait."""
         for group in [*(channel.group for channel in self._channels.values()), *self._groups.values()]:
             group.shutdown()
         super().close()

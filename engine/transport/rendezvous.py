@@ -34,8 +34,11 @@ _UNKNOWN_S = 30.0  # a name that nobody knows: it may be made known while hosts 
 
 
 @dataclass
-class Patience:
-    """Waiting with a limit: `wait` says from time to time what is waited for, and raises ValueError in the end."""
+class Deadline:
+    """A limit on waiting for something: it is said from time to time what is waited for.
+
+    Times are in seconds; `begun` and `told` on the clock of time.monotonic.
+    """
 
     limit_s: float
     say: Callable[[str], None]
@@ -45,10 +48,11 @@ class Patience:
 
     @property
     def left_s(self) -> float:
+        """Seconds until the limit; negative behind it."""
         return self.begun + self.limit_s - time.monotonic()
 
     def wait(self, what: str, remedy: str) -> None:
-        """One pause."""
+        """Pause once; say what is waited for where that is due, and raise ValueError behind the limit."""
         now = time.monotonic()
         if now - self.begun > self.limit_s:
             raise ValueError(f"{what}: waited {self.limit_s:g} s (timeout_s); {remedy}")
@@ -59,8 +63,8 @@ class Patience:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where this rank meets the others. `store()` gives a client of its own, which blocks no other one."""
+class Rendezvous:
+    """Where this rank meets the others: its number, how many there are, and the store that all reach."""
 
     rank: int
     world: int
@@ -68,10 +72,11 @@ class Place:
     prefix: str
 
     def store(self) -> Any:
+        """Return a client of the store of its own, whose blocking calls block no other client."""
         return PrefixStore(self.prefix, self.root.clone())
 
 
-def meet(limit_s: float) -> Place:
+def meet(limit_s: float) -> Rendezvous:
     """Find all other ranks; ValueError, in one line, where that does not come about within `limit_s`."""
     environment.check_launcher()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -79,13 +84,13 @@ def meet(limit_s: float) -> Place:
     def say(text: str) -> None:
         print(f"rank {rank}: {text}", file=sys.stderr, flush=True)
 
-    patience = Patience(limit_s, say)
+    deadline = Deadline(limit_s, say)
     try:
-        root = _open(rank, patience)
-        prefix = _gather(root, world, patience) if rank == 0 else _report(root, rank, patience)
+        root = _open(rank, deadline)
+        prefix = _gather(root, world, deadline) if rank == 0 else _report(root, rank, deadline)
     except DistError as error:
         raise ValueError(f"the store at {_address()} went away: {_first_line(error)}; see what ended rank 0") from error
-    return Place(rank, world, root, prefix)
+    return Rendezvous(rank, world, root, prefix)
 
 
 def _address() -> str:
@@ -99,7 +104,7 @@ def _first_line(error: BaseException) -> str:
 # ---- the store -----------------------------------------------------------------------------------------------------
 
 
-def _open(rank: int, patience: Patience) -> Any:
+def _open(rank: int, deadline: Deadline) -> Any:
     """A client of the launcher's store, or of rank 0's: rank 0 then keeps it."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -113,17 +118,17 @@ def _open(rank: int, patience: Patience) -> Any:
             "master_listen_fd": fd,
             "multi_tenant": True,
         }
-        return TCPStore(near, port, timeout=timedelta(seconds=patience.limit_s), **keep)
+        return TCPStore(near, port, timeout=timedelta(seconds=deadline.limit_s), **keep)
     while True:
-        _reach(host, port, patience)
+        _reach(host, port, deadline)
         try:
             with _quiet():
                 store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_TRY_S), wait_for_workers=False)
         except DistError as error:
             what = f"a store at {_address()}: what answers there is none ({_first_line(error)})"
-            patience.wait(what, "give the address and port of rank 0, and a port that nothing else uses")
+            deadline.wait(what, "give the address and port of rank 0, and a port that nothing else uses")
         else:
-            store.set_timeout(timedelta(seconds=max(1.0, patience.left_s)))
+            store.set_timeout(timedelta(seconds=max(1.0, deadline.left_s)))
             return store
 
 
@@ -162,7 +167,7 @@ def _is_loopback(address: str) -> bool:
     return address == "::1" or address.startswith("127.")
 
 
-def _reach(host: str, port: int, patience: Patience) -> None:
+def _reach(host: str, port: int, deadline: Deadline) -> None:
     """Wait until somebody listens there: torch's own client would wait in silence."""
     remedy = "start rank 0 first or at the same time, and see that its host and port can be reached from here"
     while True:
@@ -171,11 +176,11 @@ def _reach(host: str, port: int, patience: Patience) -> None:
             return
         except socket.gaierror as error:
             why = error.strerror
-            if time.monotonic() - patience.begun > _UNKNOWN_S:
+            if time.monotonic() - deadline.begun > _UNKNOWN_S:
                 raise ValueError(f"MASTER_ADDR={host} is no host that is known here ({why}): correct it") from error
         except OSError as error:
             why = error.strerror or str(error)
-        patience.wait(f"the store of rank 0 at {_address()} ({why})", remedy)
+        deadline.wait(f"the store of rank 0 at {_address()} ({why})", remedy)
 
 
 # ---- who is there --------------------------------------------------------------------------------------------------
@@ -185,7 +190,7 @@ def _key(*words: object) -> str:
     return "/".join(["engine", environment.run_id(), *map(str, words)])
 
 
-def _gather(root: Any, world: int, patience: Patience) -> str:
+def _gather(root: Any, world: int, deadline: Deadline) -> str:
     """Rank 0: welcome all others; the prefix of this attempt's keys."""
     attempt = secrets.token_hex(8)
     away = set(range(1, world))
@@ -202,16 +207,16 @@ def _gather(root: Any, world: int, patience: Patience) -> str:
         if away:
             who = ", ".join(map(str, sorted(away)[:8])) + ", ..." * (len(away) > 8)
             start = "start every rank of the run, or set WORLD_SIZE to how many there are"
-            patience.wait(f"rank {who} of WORLD_SIZE={world} to come to {_address()}", start)
+            deadline.wait(f"rank {who} of WORLD_SIZE={world} to come to {_address()}", start)
     return _key(attempt)
 
 
-def _report(root: Any, rank: int, patience: Patience) -> str:
+def _report(root: Any, rank: int, deadline: Deadline) -> str:
     """The others: say that one is there, until rank 0 answers."""
     word = secrets.token_bytes(8)
     root.set(_key("hello", rank), word)
     while not root.check([_key("welcome", word.hex())]):
-        patience.wait("rank 0, whose store is there", "see whether rank 0 runs, and what it says")
+        deadline.wait("rank 0, whose store is there", "see whether rank 0 runs, and what it says")
     attempt = root.get(_key("welcome", word.hex())).decode(errors="replace")
     root.set(_key(attempt, "here", rank), b"")
     return _key(attempt)

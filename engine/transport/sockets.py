@@ -28,17 +28,18 @@ class Limit:
 
     @property
     def left_s(self) -> float:
-        """Never zero, which to a socket means that it must not wait at all."""
+        """Seconds left, never zero: to a socket that means that it must not wait at all."""
         return max(0.001, self._end - time.monotonic())
 
     @property
     def over(self) -> bool:
+        """Whether the limit has passed."""
         return time.monotonic() > self._end
 
 
 @contextmanager
 def listening(store: Store, key: str, most: int) -> Iterator[socket.socket]:
-    """A socket that `most` may connect to before it accepts one; `key` of the store says where."""
+    """Open a socket that `most` may connect to before it accepts one, and publish its name under `key`."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         name = f"engine-{secrets.token_hex(16)}"
         listener.bind(f"\0{name}")
@@ -48,9 +49,10 @@ def listening(store: Store, key: str, most: int) -> Iterator[socket.socket]:
 
 
 def connected(store: Store, key: str, limit: Limit, what: str, peer: int, says: bytes = b"") -> socket.socket:
-    """A socket connected to the one that `key` names; `what` and `peer` go into PeerTimeout and PeerLost.
+    """Connect to the socket whose name the store holds under `key`.
 
-    `says`: what is sent first, if anything, once the listener is known to be of this user.
+    `what` and `peer` go into PeerTimeout and PeerLost. `says`: what is sent first, if anything, once the listener is
+    known to be of this user.
     """
     end = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -71,7 +73,7 @@ def connected(store: Store, key: str, limit: Limit, what: str, peer: int, says: 
 
 
 def accepted(listener: socket.socket, limit: Limit, files: int) -> tuple[socket.socket, bytes, list[int]]:
-    """The next process of this user that connects: its socket, what it says first, and the descriptors it hands over.
+    """Accept the next process of this user: its socket, its first message, and the descriptors it hands over.
 
     TimeoutError where none comes.
     """

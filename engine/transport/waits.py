@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 
 class Waits:
-    """What transports wait through. Threads of a rank may share one."""
+    """How transports wait; the base class waits where the system puts the thread."""
 
     def also(self, threads: Sequence[int]) -> None:
-        """Threads of this process, by their native numbers, that bring what is waited for."""
+        """Take note of threads of this process, by native number, that bring what is waited for."""
 
     def keep(self, wait: Callable[[], T]) -> T:
         """Call `wait`, which blocks, and return what it returns."""

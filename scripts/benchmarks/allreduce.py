@@ -20,12 +20,14 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from benchmarks.allreduce_worker import ADD, GLOO, MEMCPY, TRANSPORTS, Spec, Times, in_threads
+from benchmarks.allreduce_worker import ADD, GLOO, MEMCPY, Spec, Times, in_threads
 from benchmarks.link import bus_bandwidth, fitted, table
 from benchmarks.sides import LOOPBACK, run_together
 from engine.collectives import COLLECTIVES
 from engine.collectives.peers import PIECE_BYTES
+from engine.transports import TRANSPORTS
 
+BETWEEN_CPUS = [name for name, info in TRANSPORTS.items() if info.launch == "processes" and "cpu" in info.devices]
 SIZES = [1_000, 4_000, 16_000, 64_000, 256_000, 1_000_000, 4_000_000, 16_000_000, 64_000_000, 100_000_000]
 
 
@@ -75,7 +77,7 @@ def summed_up(spec: Spec, ranks: Sequence[Times]) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="scripts/bench allreduce", description=(__doc__ or "").partition("\n\n")[2])
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4], help="worlds of processes")
-    parser.add_argument("--transports", nargs="+", default=list(TRANSPORTS), choices=TRANSPORTS, help="between them")
+    parser.add_argument("--transports", nargs="+", default=BETWEEN_CPUS, choices=BETWEEN_CPUS, help="between them")
     parser.add_argument("--threads", type=int, nargs="*", default=[8], help="worlds of threads in one process")
     parser.add_argument("--bytes", type=int, nargs="+", default=SIZES, help="sizes of the fp32 tensor")
     parser.add_argument("--algorithms", nargs="+", default=[*COLLECTIVES, GLOO], choices=[*COLLECTIVES, GLOO])

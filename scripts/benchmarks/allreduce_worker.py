@@ -23,18 +23,15 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from engine.collectives import COLLECTIVES, peers
-from engine.transport import Transport
-from engine.transport.gloo import GlooTransport
-from engine.transport.shared import SharedMemoryTransport
+from engine.transport import Endpoint, Transport
 from engine.transport.threads import ThreadHub
+from engine.transports import TRANSPORTS
 
 TIMEOUT_S = 120.0
 CALLS_BYTES = 2**25  # so many bytes are reduced between two looks at the clock, if that is within:
 LEAST_CALLS, MOST_CALLS = 2, 50
 GLOO = "gloo"  # torch.distributed's own all-reduce in its default group
 MEMCPY, ADD = "memcpy", "add"
-
-TRANSPORTS: dict[str, Callable[..., Transport]] = {"shared_memory": SharedMemoryTransport, "gloo": GlooTransport}
 
 Times = dict[str, dict[int, list[float]]]
 
@@ -48,7 +45,7 @@ class Spec:
     names: Sequence[str]
     rounds: int
     piece_bytes: int = peers.PIECE_BYTES
-    transport: str = "threads"  # a key of TRANSPORTS between processes
+    transport: str = "threads"  # a name in engine.transports.TRANSPORTS
 
     def text(self) -> str:
         return json.dumps(asdict(self))
@@ -122,7 +119,8 @@ def main(spec: Spec, rank: int, port: int, folder: Path) -> None:
     if GLOO in spec.names:
         own = PrefixStore(GLOO, store)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=spec.ranks)
-    times = measure(spec, TRANSPORTS[spec.transport](rank, spec.ranks, store, TIMEOUT_S))
+    endpoint = Endpoint(rank, spec.ranks, store, TIMEOUT_S, torch.device("cpu"))
+    times = measure(spec, TRANSPORTS[spec.transport].open(endpoint))
     (folder / f"rank{rank}.json").write_text(json.dumps(times))
     if GLOO in spec.names:
         dist.destroy_process_group()

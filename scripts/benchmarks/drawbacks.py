@@ -22,7 +22,7 @@ from benchmarks.figures import step_time
 from benchmarks.layers import batch_of, mean_loss, optimizer_of, whole
 from benchmarks.link import aligned
 from benchmarks.sides import LOOPBACK, ours_command, run_together
-from engine.collectives.data_parallel import Account, DataParallel
+from engine.collectives.data_parallel import DataParallel, StepCounters
 
 STEPS, WARMUP = 12, 4
 MODELS = {
@@ -46,22 +46,22 @@ def in_one_process(case: Case, replicas: int) -> dict[str, Any]:
     ends = []
     for step in range(case.steps):
         if step == case.warmup:
-            parallel.account = Account(busy=[0.0] * replicas)
+            parallel.counters = StepCounters(busy=[0.0] * replicas)
         optimizer.zero_grad()
         parallel.step(inputs, targets, criterion)
-        with parallel.account.phase("optimizer", 0):
+        with parallel.counters.phase("optimizer", 0):
             optimizer.step()
         ends.append(time.perf_counter())
-    account, seconds = parallel.account, step_time(ends, case.warmup)
-    copied = {phase: nbytes // account.steps for phase, nbytes in account.copied_bytes.items()}
+    counters, seconds = parallel.counters, step_time(ends, case.warmup)
+    copied = {phase: nbytes // counters.steps for phase, nbytes in counters.copied_bytes.items()}
     return {
         "step_s": seconds,
         "batch_copied_bytes": copied["scatter"],
         "weights_copied_bytes": copied["replicate"],
-        "threads_started": account.threads // account.steps,
-        "reduction_exposed_s": account.seconds["reduce"] / account.steps,
+        "threads_started": counters.threads // counters.steps,
+        "reduction_exposed_s": counters.seconds["reduce"] / counters.steps,
         "outputs_copied_bytes": copied["gather"],
-        "busy_least_over_most": min(account.busy) / max(account.busy),
+        "busy_least_over_most": min(counters.busy) / max(counters.busy),
     }
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.account.replay import Replay
+from engine.account.replay.replay import Replay
 from engine.plan.actions import COMPUTE, Program
 from engine.plan.dependencies import Flat
 

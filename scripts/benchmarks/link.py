@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.collectives.allreduce.costs import ALGORITHMS, Link, Terms
+from engine.collectives.allreduce.costs import ALGORITHMS, LinkCosts, Terms
 
 
 def bus_bandwidth(nbytes: int, ranks: int, seconds: float) -> float:
@@ -20,7 +20,7 @@ def bus_bandwidth(nbytes: int, ranks: int, seconds: float) -> float:
     return 2 * (ranks - 1) / ranks * nbytes / seconds
 
 
-def fit(terms: Terms, times: Mapping[int, float], gamma: float) -> Link:
+def fit(terms: Terms, times: Mapping[int, float], gamma: float) -> LinkCosts:
     """α and β, not below 0, for times by size in bytes; at least two sizes."""
     sizes, seconds = np.array(list(times), float), np.array(list(times.values()))
     columns = np.stack([np.full_like(sizes, terms.messages), terms.traffic * sizes], axis=1) / seconds[:, None]
@@ -30,7 +30,7 @@ def fit(terms: Terms, times: Mapping[int, float], gamma: float) -> Link:
         alpha, beta = 0.0, _alone(columns[:, 1], target)
     elif beta < 0:
         alpha, beta = _alone(columns[:, 0], target), 0.0
-    return Link(float(alpha), float(beta), gamma)
+    return LinkCosts(float(alpha), float(beta), gamma)
 
 
 def _alone(column: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> float:
@@ -40,7 +40,7 @@ def _alone(column: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> float:
 def fitted(times: Mapping[str, Mapping[int, float]], ranks: int, gamma: float) -> dict[str, Any]:
     """Per algorithm with a formula: its own α and β, and how far its formula is off with everybody's median α and β."""
     own = {name: fit(ALGORITHMS[name](ranks), t, gamma) for name, t in times.items() if name in ALGORITHMS}
-    common = Link(median(link.alpha for link in own.values()), median(link.beta for link in own.values()), gamma)
+    common = LinkCosts(median(link.alpha for link in own.values()), median(link.beta for link in own.values()), gamma)
     return {
         "common": common._asdict(),
         "algorithms": {
@@ -55,7 +55,7 @@ def fitted(times: Mapping[str, Mapping[int, float]], ranks: int, gamma: float) -
     }
 
 
-def _off(terms: Terms, times: Mapping[int, float], link: Link) -> float:
+def _off(terms: Terms, times: Mapping[int, float], link: LinkCosts) -> float:
     """Median of |formula / measured - 1|."""
     return median(abs(terms.seconds(nbytes, link) / seconds - 1) for nbytes, seconds in times.items())
 

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.cases import Case
 from benchmarks.options import parser
 from benchmarks.sides import LOOPBACK, ours_command, run_together
-from engine.account.waterfall import BARS
+from engine.account.replay.waterfall import BARS
 from engine.tables import table
 
 RANKS, MICROBATCHES, FORWARD, BACKWARD, STEPS = 4, 8, 10.0, 20.0, 12

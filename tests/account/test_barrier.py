@@ -12,7 +12,8 @@ from recorded import recorder
 from virtual import MS, Virtual
 
 from engine.account.barrier import Barrier, barrier
-from engine.account.bubble import NAMES, account
+from engine.account.bubble import account
+from engine.categories import NAMES
 from engine.plan.actions import Op
 from engine.plan.schedules import build
 from engine.plan.timeline import Kind, Span, Timeline

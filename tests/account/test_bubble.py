@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recorded import MS, costs, measured, with_train
 
-from engine.account.bubble import NAMES, account, stretches
+from engine.account.bubble import account, stretches
 from engine.account.cause import causes, diagnose
 from engine.account.measure import Bubbles, Measure, fractions, repeated
+from engine.categories import NAMES
 from engine.plan.actions import Op, unpack
 from engine.plan.schedules import build
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Span, Timeline

@@ -10,7 +10,7 @@ from hypothesis import given
 from test_waterfall import GPIPE, costs, steps
 from virtual import MS, START, last_step
 
-from engine.account.path import CAUSES, Link, by_cause, critical_path, name_of
+from engine.account.path import CAUSES, PathLink, by_cause, critical_path, name_of
 from engine.plan.actions import Program
 from engine.plan.schedules import build
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Span, Timeline
@@ -43,7 +43,7 @@ def test_of_a_step_that_only_computes_and_sends_the_path_is_that(name: str) -> N
     assert found["compute"] + found["transfer"] == int(np.diff(timeline.windows).max())
 
 
-def named(path: list[Link], timeline: Timeline) -> list[str]:
+def named(path: list[PathLink], timeline: Timeline) -> list[str]:
     return [f"{timeline.stage[k.span]}{Kind(timeline.kind[k.span]).name}{timeline.microbatch[k.span]}" for k in path]
 
 
@@ -91,4 +91,4 @@ def test_a_message_that_was_there_already_is_not_to_blame() -> None:
 
 
 def test_a_step_without_spans_has_a_path_all_the_same() -> None:
-    assert critical_path(Timeline.of([], [[5, 9], [3, 8]], measured=True), 2) == [Link(0, "other", -1, 5, 9)]
+    assert critical_path(Timeline.of([], [[5, 9], [3, 8]], measured=True), 2) == [PathLink(0, "other", -1, 5, 9)]

@@ -11,8 +11,8 @@ import pytest
 import recorded
 from recorded import MS, costs, measured, recorder
 
-from engine.account.gather import AHEAD, Steps
-from engine.account.pushes import Pushed, Staleness, pace_rows, staleness_rows, together
+from engine.account.records.gather import AHEAD, Steps
+from engine.account.records.pushes import Pushed, Staleness, pace_rows, staleness_rows, together
 from engine.job import Job
 from engine.plan.timeline import Kind, Span, Timeline
 from engine.settings import DataParallel

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import recorded
 
-from engine.account.bubble import NAMES
 from engine.account.cause import causes
 from engine.account.steady import SteadyMeasure
+from engine.categories import NAMES
 from engine.plan.timeline import Kind, Span, Timeline
 from engine.report.text import waterfall_text
 from engine.tables import table

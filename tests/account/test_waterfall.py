@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual import MS, Virtual, last_step
 
-from engine.account.cause import _SENTENCES, diagnose
+from engine.account.cause import diagnose, sentence
 from engine.account.measure import Measure, repeated
-from engine.account.waterfall import BARS, MOST_COMPUTATIONS, Waterfall, Waterfalls, missing
+from engine.account.replay.waterfall import BARS, MOST_COMPUTATIONS, Waterfall, Waterfalls, missing
 from engine.plan.actions import Op, Program
 from engine.plan.schedules import build
 from engine.plan.simulate import Costs, figures, simulate
@@ -235,7 +235,7 @@ def test_the_report_names_what_was_made_slow(what: str, said: str) -> None:
     measure.add(last_step(job.compute, 2, **INJECTED[what][0]))
     bubbles = measure.result()
     assert bubbles is not None
-    assert said in _SENTENCES[INJECTED[what][1]](job, bubbles, "so much")
+    assert said in sentence(INJECTED[what][1], job, bubbles, "so much")
 
 
 def test_a_slow_replica_is_named_even_where_something_else_costs_more() -> None:

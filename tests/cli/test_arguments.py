@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.cli import run
-from engine.cli.arguments import UsageError, arranged
+from engine.cli.arguments import UsageError, flags_first
 
 engine = command.engine  # a fixture
 
@@ -26,21 +26,21 @@ OVERRIDES = ["a=1", "+b=2", "~c", "d='x y'", "e=[1,-2]", "f=-3"]
 
 @given(st.permutations([*FLAGS[:1], FLAGS[2], *([word] for word in OVERRIDES)]))
 def test_flags_may_stand_anywhere(parts: list[list[str]]) -> None:
-    found = arranged([word for part in parts for word in part])
+    found = flags_first([word for part in parts for word in part])
     flags = [word for part in parts for word in part if part in FLAGS]
     assert found == flags + [word for part in parts for word in part if part not in FLAGS]
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids="".join)
 def test_a_flag_keeps_its_value(flag: list[str]) -> None:
-    assert arranged(["a=1", *flag, "b=2"]) == [*flag, "a=1", "b=2"]
+    assert flags_first(["a=1", *flag, "b=2"]) == [*flag, "a=1", "b=2"]
 
 
 @pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "+hydra.run.dir"])
 @pytest.mark.parametrize("value", ["", "''", '""', "' '", "null", "None", "~"])
 def test_a_folder_without_a_name_is_refused(key: str, value: str) -> None:
     with pytest.raises(UsageError, match="names no folder"):
-        arranged(["-m", f"{key}={value}"])
+        flags_first(["-m", f"{key}={value}"])
 
 
 @pytest.mark.parametrize(

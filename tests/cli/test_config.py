@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from engine.cli.config import AT_LEAST, CHOICES, CONF, LATER, PARTITIONS, from_plain, get, load
+from engine.cli.config import CONF, from_plain, get, load
 from engine.plan.schedules import offered_schedules
-from engine.settings import Settings
+from engine.settings import GROUP_KEYS, KEYS, Settings
 
 TARGETS = {
     "schedule": {"name": "gpipe"},
@@ -24,6 +24,7 @@ TARGETS = {
     "partition": {"name": "model"},
     "lr_scheduler": None,
 }
+CHOICES = sorted(path for path, key in KEYS.items() if key.choices and path not in GROUP_KEYS)
 
 
 def plain(**changes: Any) -> dict[str, Any]:
@@ -48,6 +49,9 @@ def paths(schema: Any, at: str = "") -> list[str]:
         inner = getattr(Settings(), field.name) if not at else None
         found += paths(type(inner), f"{path}.") if is_dataclass(inner) else [path]
     return found
+
+
+WHOLE = sorted(path for path in paths(Settings) if isinstance(KEYS[path].at_least, int) and path != "delay.sample_ms")
 
 
 def test_defaults_of_the_yaml_are_those_of_the_dataclasses() -> None:
@@ -76,18 +80,18 @@ def test_null_seed_is_drawn_once() -> None:
     assert from_plain(plain(seed=5)).seed == 5
 
 
-@given(st.sampled_from(sorted(AT_LEAST)), st.integers(1, 10**6))
+@given(st.sampled_from(WHOLE), st.integers(1, 10**6))
 def test_numbers_below_their_least_are_refused(path: str, below: int) -> None:
     tree = plain()
     if path == "train.epochs":
         put(tree, "train.steps", None)
-    value = int(AT_LEAST[path]) - below
+    value = int(KEYS[path].at_least or 0) - below
     put(tree, path, value)
     with pytest.raises(ValueError, match=f"{path}={value} must be at least"):
         from_plain(tree)
 
 
-@given(st.sampled_from(sorted(AT_LEAST)), st.sampled_from(["two", "4", 2.5, True, [1], {"a": 1}]))
+@given(st.sampled_from(WHOLE), st.sampled_from(["two", "4", 2.5, True, [1], {"a": 1}]))
 def test_what_is_no_whole_number_is_refused(path: str, value: Any) -> None:
     tree = plain()
     put(tree, path, value)
@@ -114,24 +118,24 @@ def test_only_processes_on_cpus_are_pinned(unfit: str) -> None:
     assert from_plain(plain(pin_workers="always")).pin_workers == "always"
 
 
-@pytest.mark.parametrize("path", sorted(CHOICES))
+@pytest.mark.parametrize("path", CHOICES)
 def test_choices(path: str) -> None:
-    for choice in CHOICES[path]:
+    for choice in KEYS[path].choices:
         assert get(from_plain(plain(**{path: choice})), path) == choice
     for wrong, shown in (("nothing", "nothing"), (3, "3"), (None, "null"), (True, "True"), ([], r"\[\]")):
         with pytest.raises(ValueError, match=f"{path}={shown}: no such choice") as caught:
             from_plain(plain(**{path: wrong}))
-        assert all(choice in str(caught.value) for choice in CHOICES[path])
+        assert all(choice in str(caught.value) for choice in KEYS[path].choices)
 
 
-@pytest.mark.parametrize(("path", "value"), [(p, v) for p, values in LATER.items() for v in values])
+@pytest.mark.parametrize(("path", "value"), [(path, value) for path, key in KEYS.items() for value in key.later])
 def test_what_comes_later_is_refused_as_such(path: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"{value} is not part of the engine yet"):
         from_plain(plain(**{path.replace(".", "__"): value}))
 
 
 def test_partition_is_checked() -> None:
-    for name in PARTITIONS:
+    for name in KEYS["partition.name"].choices:
         assert from_plain(plain(partition__name=name)).partition["name"] == name
     with pytest.raises(ValueError, match=r"partition\.name=unifrm: no such choice; did you mean uniform"):
         from_plain(plain(partition__name="unifrm"))

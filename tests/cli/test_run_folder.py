@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 import recorded
-from recorded import step_records
-from test_recorder import log
+from recorded import log, step_records
 
 from engine.cli import run
 from engine.files import UnwritableError
 from engine.launch import interrupt
-from engine.launch.verdict import Outcome
+from engine.launch.failure_report import Outcome
 from engine.report.recorder import Recorder
 from engine.report.tensorboard.board import Board
 

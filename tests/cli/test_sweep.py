@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from engine.cli import main as cli
 from engine.cli import run
-from engine.launch.verdict import Outcome
+from engine.launch.failure_report import Outcome
 from engine.settings import Settings
 
 engine = command.engine  # a fixture

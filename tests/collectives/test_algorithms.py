@@ -10,25 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from workers import RUNS, copy_late, over_threads
+from workers import RUNS, copy_late, joined, over_threads
 
 from engine.collectives import COLLECTIVES, Collective, Hierarchical, ReduceOp, peers
 from engine.collectives.allreduce.auto import CANDIDATES, Auto
-from engine.collectives.allreduce.costs import ALGORITHMS, Link, cheapest
-from engine.collectives.shapes import Node, binomial, double_binary, flat
+from engine.collectives.allreduce.costs import ALGORITHMS, LinkCosts, cheapest
+from engine.collectives.topologies import Node, binomial, double_binary, flat
 from engine.transport import Transport
 
 OURS = [name for name in COLLECTIVES if name not in ("native", "auto")]
 SIZES = range(1, 9)
 worlds = st.integers(1, 8)
-
-
-def joined(transport: Transport, kind: type[Collective]) -> Collective:
-    members = list(range(transport.world))
-    transport.open(kind.edges(members, "x"))
-    if kind.backend_group and transport.world > 1:
-        transport.open_group(members, "x", backend=True)
-    return kind(transport, members, "x")
 
 
 def reduced(
@@ -280,7 +272,7 @@ def test_an_inner_node_of_one_binary_tree_is_a_leaf_of_the_other(size: int) -> N
 def test_auto_measures_once_and_all_members_choose_alike(run: Any, world: int) -> None:
     sizes = (1, 10_000, 300_000)
 
-    def main(transport: Transport) -> tuple[Link, list[str]]:
+    def main(transport: Transport) -> tuple[LinkCosts, list[str]]:
         collective = joined(transport, Auto)
         assert isinstance(collective, Auto)
         for size in sizes:
@@ -303,7 +295,7 @@ def test_auto_measures_once_and_all_members_choose_alike(run: Any, world: int) -
 
 
 def test_auto_prefers_few_messages_for_small_tensors_and_few_bytes_for_large_ones() -> None:
-    link = Link(50e-6, 1e-9, 0.2e-9)
+    link = LinkCosts(50e-6, 1e-9, 0.2e-9)
     for world in (3, 4, 5, 8):
         small, large = (cheapest(CANDIDATES, world, nbytes, link) for nbytes in (64, 10**8))
         assert small == "recursive_doubling"

@@ -15,7 +15,7 @@ from test_algorithms import OURS, numbers, reduced, traffic
 from engine.collectives import COLLECTIVES
 from engine.collectives.allreduce.costs import (
     ALGORITHMS,
-    Link,
+    LinkCosts,
     Terms,
     example_seconds,
     hierarchical,
@@ -26,7 +26,7 @@ from engine.collectives.allreduce.costs import (
 )
 from engine.collectives.guide import guide
 
-LINK = Link(alpha=3e-5, beta=1.1e-9, gamma=1.7e-10)
+LINK = LinkCosts(alpha=3e-5, beta=1.1e-9, gamma=1.7e-10)
 POWERS = [2, 4, 8, 16, 64]
 
 
@@ -62,7 +62,7 @@ def test_published_forms(size: int, n: float) -> None:
 def test_hierarchical_is_a_ring_inside_and_a_smaller_one_between(g: int, m: int, n: float) -> None:
     inside, between = hierarchical(g, m)
     a, b = 1e-5, 1e-9
-    slow, fast = Link(a, b, 0.0), Link(a / 10, b / 10, 0.0)
+    slow, fast = LinkCosts(a, b, 0.0), LinkCosts(a / 10, b / 10, 0.0)
     want = 2 * (g - 1) * a / 10 + 2 * (g - 1) / g * n * b / 10 + 2 * (m - 1) * a + 2 * (m - 1) / m * (n / g) * b
     assert inside.seconds(n, fast) + between.seconds(n, slow) == pytest.approx(want)
 

@@ -58,19 +58,19 @@ def test_each_of_its_costs_is_counted() -> None:
     x, y = batch(8)
     for _ in range(3):
         parallel.step(x, y, mean)
-    account, weights = parallel.account, sum(p.nbytes for p in parallel.module.parameters())
-    assert account.steps == 3
-    assert account.threads == 3 * 4 * 2  # forward and backward
+    counters, weights = parallel.counters, sum(p.nbytes for p in parallel.module.parameters())
+    assert counters.steps == 3
+    assert counters.threads == 3 * 4 * 2  # forward and backward
     outputs = 8 * 3 * 8
-    assert account.copied_bytes == {
+    assert counters.copied_bytes == {
         "scatter": 3 * 3 * (x.nbytes + outputs) // 4,  # the batch, and the gradient of the outputs
         "replicate": 3 * 3 * weights,
         "gather": 3 * 3 * outputs // 4,
         "reduce": 3 * 3 * weights,
     }
     phases = {"scatter", "replicate", "forward", "gather", "loss", "backward", "reduce"}
-    assert set(account.seconds) == phases
-    assert min(account.seconds.values()) > 0 and min(account.busy) > 0
+    assert set(counters.seconds) == phases
+    assert min(counters.seconds.values()) > 0 and min(counters.busy) > 0
 
 
 def test_buffers_of_the_first_device_are_the_models() -> None:

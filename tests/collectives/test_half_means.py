@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_algorithms import joined
 from torch import Tensor, nn
 from torch.distributed import HashStore
-from workers import over_gloo, over_shared, over_threads
+from workers import joined, over_gloo, over_shared, over_threads
 
 from engine import collectives as ours
 from engine.collectives import COLLECTIVES, Group, Hierarchical, ReduceOp

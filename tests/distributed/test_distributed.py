@@ -15,9 +15,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_loops import DATA, STEPS, built, on_ranks, sgd
 from torch import Tensor, nn
-from torch.distributed import HashStore
-from workers import over_threads
 
 import engine
 from engine.distributed import Compression, DistributedOptimizer, World, broadcast_optimizer_state
@@ -26,30 +25,6 @@ from engine.distributed.nested import pack, unpack
 from engine.gradients.compression import Feedback, scale_for
 
 ROOT = Path(__file__).parents[2]
-STEPS, ROWS = 5, 12
-DATA = torch.randn(STEPS, ROWS, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-
-
-def model(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-
-
-def sgd(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-
-
-def on_ranks(size: int, main: Callable[[World], Any], patience_s: float = 10.0, timeout_s: float = 20.0) -> list[Any]:
-    store = HashStore()
-    return over_threads(size, lambda transport: main(World(transport, store, patience_s)), timeout_s)
-
-
-BUILDING = threading.Lock()  # torch's generator belongs to the process
-
-
-def built(seed: int = 0) -> nn.Module:
-    with BUILDING:
-        return model(seed)
 
 
 def trained(net: nn.Module, optimizer: Any, take: Callable[[Tensor], Tensor], passes: int = 1) -> dict[str, Tensor]:

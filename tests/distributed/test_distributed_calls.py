@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_distributed import DATA, built, on_ranks, sgd
+from plain_loops import DATA, built, on_ranks, sgd
 from torch import Tensor, nn
 
 import engine

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_distributed import BUILDING, DATA, built, on_ranks, sgd
+from plain_loops import BUILDING, DATA, built, on_ranks, sgd
 from torch import Tensor, nn
 
 from engine.distributed import (

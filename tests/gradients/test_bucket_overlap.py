@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from engine.gradients.grad_hooks import GradHooks
 from engine.gradients.order import Order
-from engine.gradients.watch import Watch
 from engine.settings import AllReduce
 from engine.training.worker import Worker
 
@@ -41,7 +41,7 @@ def test_a_watch_hears_of_each_accumulation_and_does_not_keep_its_owner() -> Non
     class Owner:
         def __init__(self, parameters: list[nn.Parameter]) -> None:
             self.heard: list[int] = []
-            self.watch = Watch(parameters, self.added)
+            self.watch = GradHooks(parameters, self.added)
 
         def added(self, number: int) -> None:
             assert parameters[number].grad is not None

@@ -21,13 +21,12 @@ from recorded import step_records
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from virtual import MS, last_step
 
-from engine.account.clocks import Clocks, settled
 from engine.account.messages import MESSAGE_WAITS, sends_of
 from engine.account.path import by_cause, critical_path
+from engine.account.records.clock_alignment import ClockAlignment, settled
 from engine.plan.schedules import build
 from engine.plan.timeline import Timeline
-from engine.telemetry.clock import Clocks as Comparing
-from engine.telemetry.clock import Offset, domain
+from engine.telemetry.clock import Clocks, Offset, domain
 from engine.telemetry.records import Record, decode, encode
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +42,7 @@ def compared(rounds: int = 1) -> list[list[Offset | None]]:
         def now() -> int:
             return time.monotonic_ns() - SHIFTS[rank]
 
-        clocks = Comparing(store, rank, len(SHIFTS), f"host with {SHIFTS[rank]}", now)
+        clocks = Clocks(store, rank, len(SHIFTS), f"host with {SHIFTS[rank]}", now)
         found[rank] += [clocks.compare() for _ in range(rounds)]
 
     threads = [threading.Thread(target=main, args=(rank,)) for rank in range(len(SHIFTS))]
@@ -124,7 +123,7 @@ def test_messages_correct_what_readings_get_wrong(errors: list[int], far: int) -
     """Ranks 1 and 2 on one host, rank 3 on another; their readings are wrong by up to ten times a message's way."""
     true = last_step(PROGRAM)
     shift = [0, far, far, -far // 3]
-    clocks = Clocks(4, 4)
+    clocks = ClockAlignment(4, 4)
     for rank, leader, error in ((1, 1, errors[0]), (2, 1, errors[0]), (3, 3, errors[1])):
         clocks.add(reading(rank, leader, -shift[rank] + error))
     found = clocks.aligned(shifted(true, shift))
@@ -138,7 +137,7 @@ def test_messages_correct_what_readings_get_wrong(errors: list[int], far: int) -
 
 def test_a_right_reading_is_left_as_it_is() -> None:
     true = last_step(PROGRAM)
-    clocks = Clocks(4, 4)
+    clocks = ClockAlignment(4, 4)
     clocks.add(reading(3, 3, -MS))
     found = clocks.aligned(shifted(true, [0, 0, 0, MS]))
     assert (found.start == true.start).all() and (found.windows == true.windows).all()
@@ -147,7 +146,7 @@ def test_a_right_reading_is_left_as_it_is() -> None:
 def test_drift_is_the_line_between_two_readings() -> None:
     true = last_step(PROGRAM)
     moment = int(true.windows[3, 1])
-    clocks = Clocks(4, 4)
+    clocks = ClockAlignment(4, 4)
     clocks.add(reading(3, 3, 0, at=moment - 10**9))
     clocks.add(reading(3, 3, 200_000, at=moment + 10**9, uncertainty=3 * MS))
     assert clocks.drift == {3: pytest.approx(1e-4)} and clocks.uncertainty == [0, 0, 0, 3 * MS]
@@ -157,7 +156,7 @@ def test_drift_is_the_line_between_two_readings() -> None:
 
 def test_one_clock_changes_nothing() -> None:
     true = last_step(PROGRAM)
-    clocks = Clocks(4, 4)
+    clocks = ClockAlignment(4, 4)
     assert clocks.aligned(true) is true and clocks.uncertainty == [0] * 4 and not clocks.several
 
 

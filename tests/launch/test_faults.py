@@ -12,9 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_algorithms import joined
 from torch import Tensor
-from workers import HANG_S, over_gloo, over_shared, processes
+from workers import HANG_S, joined, over_gloo, over_shared, processes
 
 from engine.collectives import COLLECTIVES, Group, Hierarchical, all_reduce, peers
 from engine.transport import Channel, Edge, PeerError, Transport, Work

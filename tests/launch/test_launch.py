@@ -23,9 +23,9 @@ from launched import job_of
 
 from engine.job import Job
 from engine.launch import supervise
+from engine.launch.failure_report import OUT_OF_MEMORY, FailureReport, Outcome
 from engine.launch.launch import in_processes, in_threads
 from engine.launch.supervise import warm_up
-from engine.launch.verdict import OUT_OF_MEMORY, Outcome, Verdict
 from engine.telemetry.records import Record
 from engine.transport import Edge
 
@@ -273,12 +273,12 @@ def error(rank: int, time_ns: int, own: bool = True, peer: int | None = None) ->
 
 @given(st.permutations(range(4)), st.permutations([True, True, False, False]))
 def test_the_earliest_own_error_wins_in_any_order_of_arrival(order: list[int], own: list[bool]) -> None:
-    verdict = Verdict(4, 4)
+    failures = FailureReport(4, 4)
     for rank in order:
-        verdict.add_error(error(rank, 100 - rank, own[rank]))
+        failures.add_error(error(rank, 100 - rank, own[rank]))
     first = max(rank for rank in range(4) if own[rank])
-    assert verdict.message() == f"rank {first} failed: ValueError: error of {first}"
-    assert verdict.traceback == f"traceback of {first}"
+    assert failures.message() == f"rank {first} failed: ValueError: error of {first}"
+    assert failures.traceback == f"traceback of {first}"
 
 
 @given(st.lists(st.integers(-(10**15), 10**15), min_size=3, max_size=3), st.permutations(range(4)))
@@ -286,34 +286,34 @@ def test_errors_on_hosts_with_other_clocks_are_compared_on_one(ahead: list[int],
     """Rank 2 fails first, whatever the clocks of ranks 1 to 3 say: each is so far ahead of rank 0's."""
     clocks = [0, *ahead]
     for own in (True, False):
-        verdict = Verdict(4, 4)
+        failures = FailureReport(4, 4)
         for rank in range(1, 4):
-            verdict.add_clock({"rank": rank, "leader": rank, "offset_ns": -clocks[rank]})
+            failures.add_clock({"rank": rank, "leader": rank, "offset_ns": -clocks[rank]})
         for rank in order:
-            verdict.add_error(error(rank, 10**16 + clocks[rank] + abs(rank - 2), own, peer=None if own else 2))
-        assert verdict.message() == ("rank 2 failed: ValueError: error of 2" if own else "rank 2 saw: error of 2")
+            failures.add_error(error(rank, 10**16 + clocks[rank] + abs(rank - 2), own, peer=None if own else 2))
+        assert failures.message() == ("rank 2 failed: ValueError: error of 2" if own else "rank 2 saw: error of 2")
 
 
 def test_a_death_outweighs_what_others_saw() -> None:
-    verdict = Verdict(2, 4)
-    verdict.add_error(error(0, 1, own=False, peer=3))
-    verdict.add_death(3, -signal.SIGKILL)
-    assert verdict.message() == f"rank 3 (replica 1, pipeline rank 1) was killed by SIGKILL ({OUT_OF_MEMORY})"
+    failures = FailureReport(2, 4)
+    failures.add_error(error(0, 1, own=False, peer=3))
+    failures.add_death(3, -signal.SIGKILL)
+    assert failures.message() == f"rank 3 (replica 1, pipeline rank 1) was killed by SIGKILL ({OUT_OF_MEMORY})"
 
 
 def test_silence_names_the_end_of_the_chain_of_waits() -> None:
-    verdict = Verdict(4, 4)
+    failures = FailureReport(4, 4)
     for rank in (0, 1, 2):
-        verdict.add_error(error(rank, rank, own=False, peer=rank + 1))
-    assert verdict.message() == "rank 3 went silent; rank 0 saw: error of 0"
-    verdict = Verdict(3, 3)
-    verdict.add_error(error(0, 0, own=False))
-    assert verdict.message().startswith("rank 1, rank 2 went silent")
+        failures.add_error(error(rank, rank, own=False, peer=rank + 1))
+    assert failures.message() == "rank 3 went silent; rank 0 saw: error of 0"
+    failures = FailureReport(3, 3)
+    failures.add_error(error(0, 0, own=False))
+    assert failures.message().startswith("rank 1, rank 2 went silent")
 
 
 def test_failure_outweighs_a_signal() -> None:
-    verdict = Verdict(2, 2)
-    assert verdict.outcome(None) == Outcome("completed")
-    assert verdict.outcome(signal.SIGINT) == Outcome("interrupted", "interrupted by SIGINT", 130)
-    verdict.add_death(0, -signal.SIGSEGV)
-    assert verdict.outcome(signal.SIGTERM).error == "rank 0 was killed by SIGSEGV"
+    failures = FailureReport(2, 2)
+    assert failures.outcome(None) == Outcome("completed")
+    assert failures.outcome(signal.SIGINT) == Outcome("interrupted", "interrupted by SIGINT", 130)
+    failures.add_death(0, -signal.SIGSEGV)
+    assert failures.outcome(signal.SIGTERM).error == "rank 0 was killed by SIGSEGV"

@@ -10,13 +10,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import misbehaving
 import pytest
 from command import LIMIT_S, ROOT
-from test_failures import TORCHRUN, Run
+from misbehaving import TORCHRUN, Run
 
 from engine import environment
 from engine.transport import rendezvous
@@ -24,14 +24,7 @@ from engine.transport import rendezvous
 GONE = "went away without a word: its process was killed, or crashed"
 
 
-@pytest.fixture
-def hurt(tmp_path: Path) -> Iterator[Run]:
-    run = Run(tmp_path)
-    yield run
-    for pid in run.left():
-        os.kill(pid, signal.SIGKILL)
-    if hasattr(run, "process"):
-        run.process.communicate()
+hurt = misbehaving.hurt  # a fixture
 
 
 def free_port() -> int:
@@ -157,7 +150,7 @@ def test_waiting_is_told_and_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None
     now = [100.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + 1))
     monkeypatch.setattr(rendezvous, "time", clock)
-    patience = rendezvous.Patience(35, told.append, begun=100.0, told=100.0)
+    patience = rendezvous.Deadline(35, told.append, begun=100.0, told=100.0)
     with pytest.raises(ValueError, match=r"^rank 7: waited 35 s \(timeout_s\); start it$"):
         while True:
             patience.wait("rank 7", "start it")
@@ -191,7 +184,8 @@ def test_the_death_of_the_rank_that_reports_is_told_by_the_others(hurt: Run) -> 
     code, _, err = hurt.end()
     assert code != 0, err
     assert re.fullmatch(rf"rank 0 \(stage 0, .*in 0.*\) {GONE}\n", hurt.file("error.txt")), hurt.file("error.txt")
-    assert hurt.summary["status"] == "failed"
+    what = {"mode": "train", "schedule": "gpipe", "ranks": 2, "microbatches": 4, "replicas": 1}
+    assert hurt.summary == {"status": "failed", "error": hurt.file("error.txt").strip()} | what
     hurt.assert_gone()
 
 

@@ -10,7 +10,7 @@ from command import LIMIT_S, Engine, Said, engine, engine_process
 from torch import nn
 
 from engine.errors import a_type
-from engine.launch.verdict import Verdict
+from engine.launch.failure_report import FailureReport
 from engine.pipeline.messages.boundary import Message, describe
 from engine.plan.actions import Action, Op
 from engine.telemetry import position
@@ -174,9 +174,9 @@ def test_a_place_tells_evaluation_from_training() -> None:
     assert position.decode(action.pack()) == Place(1, 3, "1F3")
     assert position.decode(action.pack() | EVALUATING) == Place(1, 3, "1F3 of an evaluation")
     assert position.decode(position.NOWHERE) is None
-    verdict = Verdict(ranks=2, world=2)
-    verdict.add_death(1, -11, position.decode(action.pack() | EVALUATING))
-    assert verdict.message() == "rank 1 (stage 1, micro-batch 3, in 1F3 of an evaluation) was killed by SIGSEGV"
+    failures = FailureReport(ranks=2, world=2)
+    failures.add_death(1, -11, position.decode(action.pack() | EVALUATING))
+    assert failures.message() == "rank 1 (stage 1, micro-batch 3, in 1F3 of an evaluation) was killed by SIGSEGV"
 
 
 DYING = """

@@ -11,12 +11,11 @@ import command
 import pytest
 import torch
 from command import LIMIT_S, Engine, engine_process
-from harness import ADAM, SGD, Ran, plain, run_threads, settings
-from test_parity import close, equal
+from harness import ADAM, SGD, Ran, close, equal, plain, run_threads, settings
 from torch import Tensor
 
-from engine.account.gather import Evaluations, Step, Steps
 from engine.account.measure import Measure
+from engine.account.records.gather import Evaluations, Step, Steps
 from engine.plan.schedules import build
 from engine.plan.timeline import Kind
 from engine.plan.verify import peak_in_flight

@@ -12,16 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import ADAM, Ran, plain, run_threads, settings
+from harness import ADAM, Ran, close, equal, plain, run_threads, settings
 from hypothesis import assume, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from program_strategies import executed
-from test_parity import close, equal
 from test_split_runs import run_program
 
-from engine.account.gather import Steps
-from engine.account.observed import durations
+from engine.account.records.gather import Steps
+from engine.account.replay.observed import durations
 from engine.pipeline.stage.overlap import LayerCall, make_overlap
 from engine.plan.actions import COMPUTE, Op, Program
 from engine.plan.grid import grid
@@ -30,7 +29,7 @@ from engine.plan.simulate import Costs, simulate
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Span, Timeline
 from engine.plan.verify import InvalidProgram, peak_in_flight, verify
 from engine.report.perfetto import trace_events
-from engine.report.pictures.draw import Panel, draw
+from engine.report.pictures.timeline import Panel, draw
 from engine.settings import Settings
 from engine.telemetry.position import Place, place_of
 

@@ -6,26 +6,13 @@ import itertools
 from dataclasses import replace
 
 import pytest
-import torch
-from harness import ADAM, SGD, plain, run_threads, settings
+from harness import ADAM, SGD, close, equal, plain, run_threads, settings
 
 from engine.settings import Settings
 
 SCHEDULES = ("naive", "gpipe", "1f1b")
 RANKS = (1, 2, 3, 4)
 MICROBATCHES = (1, 2, 3, 5, 8)
-
-
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
-def close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float = 1e-9) -> None:
-    assert a.keys() == b.keys()
-    for key, value in a.items():
-        torch.testing.assert_close(
-            value, b[key], rtol=tolerance, atol=tolerance * 1e-3, msg=lambda m, k=key: f"{k}: {m}"
-        )
 
 
 def clipped(

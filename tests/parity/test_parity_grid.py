@@ -11,9 +11,8 @@ from functools import lru_cache
 
 import pytest
 import torch
-from harness import ADAM, SGD, plain, run_threads, settings
+from harness import ADAM, SGD, close, equal, plain, run_threads, settings
 from program_strategies import EVERY
-from test_parity import close, equal
 
 from engine.plan.features import COPIES, SPLIT, VERSIONS, features
 from engine.plan.schedules import SCHEDULES, build

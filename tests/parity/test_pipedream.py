@@ -13,9 +13,8 @@ import pytest
 import torch
 from command import engine_process
 from delayed import delayed, version_read
-from harness import ADAM, SGD, Ran, run_threads, settings
-from test_board import read
-from test_parity import close, equal
+from harness import ADAM, SGD, Ran, close, equal, run_threads, settings
+from tensorboards import read
 from toys import Hiding
 
 from engine.cli.config import check, from_plain

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from command import engine_process
-from harness import plain, run_threads, settings
-from test_parity import close, equal
+from harness import close, equal, plain, run_threads, settings
 from torch import Tensor
 
 from engine.collectives import COLLECTIVES
@@ -83,8 +82,7 @@ def test_hierarchical_counts_both_copies_of_a_stage_into_a_host(group_size: int)
     ran = run_threads(wanted)
     close(ran.state(), plain(wanted, microbatched=True)[0])
     (sizes,) = {
-        tuple(map(len, reduction.circles(4)[0]))
-        for reduction in ran.workers[0].pipeline.communicators.reduction.values()
+        tuple(map(len, reduction.rings(4)[0])) for reduction in ran.workers[0].pipeline.communicators.reduction.values()
     }
     assert sizes == (2 * group_size,) * (2 // group_size)
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ADAM, Ran, plain, run_threads, settings
-from test_parity import close, equal
+from harness import ADAM, Ran, close, equal, plain, run_threads, settings
 
 from engine.settings import AllReduce, Eval
 from engine.telemetry.position import Place, locate, place_of

@@ -14,7 +14,7 @@ from harness import plain
 from PIL import Image
 from test_parity_grid import NEEDS, SYNCHRONOUS
 
-from engine.account.bubble import NAMES
+from engine.categories import NAMES
 from engine.cli.config import from_plain
 from engine.plan.features import SPLIT
 

@@ -8,8 +8,7 @@ import command
 import pytest
 import torch
 from command import Engine
-from harness import ADAM, plain, run_threads, settings
-from test_parity import close, equal
+from harness import ADAM, close, equal, plain, run_threads, settings
 from torch import Tensor, nn
 from toys import Layers
 

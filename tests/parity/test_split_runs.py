@@ -10,11 +10,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness import ADAM, Ran, plain, run_threads, settings
+from harness import ADAM, Ran, close, equal, plain, run_threads, settings
 from hypothesis import assume, given
 from hypothesis import settings as examples
 from program_strategies import executed
-from test_parity import close, equal
 
 from engine.plan.actions import COMPUTE, Action, Op, Placement, Program
 from engine.plan.schedules import SCHEDULES, ScheduleInfo, build

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from harness import plain, run_threads, settings
-from test_parity import close, equal
+from harness import close, equal, plain, run_threads, settings
 
 from engine.prepare.prepare import prepare
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Batches, build_optimizer, building, run_threads, settings
+from harness import Batches, build_optimizer, building, close, run_threads, settings
 from peculiar import Bits, Spoken, ctc, turned
-from test_parity import close
 from torch import nn
 from toys import Tokens, mlp4
 

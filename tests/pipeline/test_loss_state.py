@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Ran, run_threads, settings
+from harness import Ran, close, equal, run_threads, settings
 from peculiar import Centred
-from test_parity import close, equal
 
 from engine.pipeline.losses import make_loss
 from engine.pipeline.messages.boundary import describe

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import Ran, plain, run_threads, settings
+from harness import Ran, equal, plain, run_threads, settings
 from peculiar import Frozen
-from test_parity import equal
 from torch import nn
 
 from engine.pipeline.modes import begin_training, evaluating

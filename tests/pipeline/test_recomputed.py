@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from harness import Ran, plain, run_threads, settings
-from test_parity import equal
+from harness import Ran, equal, plain, run_threads, settings
 
 BYTES = 4 * 3 * 8 * 8  # of an activation of a micro-batch: 4 samples of 3 vectors of 8 numbers
 HEADER = 128  # of a message, in whose memory a received activation lies

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from harness import run_threads, settings
+from plain_loops import built, sgd
 from recorded import job, recorder
-from test_distributed import built, sgd
 from torch.distributed import HashStore
 from workers import over
 

@@ -14,7 +14,7 @@ from command import Engine
 
 from engine.cli import run
 from engine.launch import launch
-from engine.launch.verdict import Outcome
+from engine.launch.failure_report import Outcome
 
 engine = command.engine  # a fixture
 MLP = ["model=mlp", "data=synthetic", "data.shape=[16]", "model.features=16", "data.samples=32"]

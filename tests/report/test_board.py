@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -16,9 +17,11 @@ import pytest
 import recorded
 from PIL import Image
 from recorded import recorder, step_records, traced_run, with_train
+from tensorboards import event_files, read
 
-from engine.account.bubble import NAMES
-from engine.account.waterfall import BARS
+from engine.account.replay.waterfall import BARS
+from engine.categories import NAMES
+from engine.report.pictures.waterfall import draw_bars
 from engine.report.tensorboard import curves
 from engine.report.tensorboard.board import Board
 from engine.report.tensorboard.hparams import METRICS, hparams
@@ -33,16 +36,6 @@ with warnings.catch_warnings():
     from tensorboard.util.tensor_util import make_ndarray
 
 HPARAMS = ("_hparams_/experiment", "_hparams_/session_start_info", "_hparams_/session_end_info")
-
-
-def event_files(folder: Path) -> list[Path]:
-    return sorted(folder.rglob("events.out.tfevents*"))
-
-
-def read(folder: Path) -> EventAccumulator:
-    found = EventAccumulator(str(folder), size_guidance={"images": 0, "histograms": 0})
-    found.Reload()
-    return found
 
 
 def events(folder: Path) -> Iterator[Any]:
@@ -113,7 +106,8 @@ def test_grad_norm_is_told_where_it_is_known(tmp_path: Path) -> None:
 def test_images_are_the_pictures(tmp_path: Path) -> None:
     found = read(finished(tmp_path))
     (image,) = found.Images("timeline/predicted")
-    assert image.width == 1400 and image.encoded_image_string.startswith(b"\x89PNG")
+    assert (image.width, Image.open(io.BytesIO(image.encoded_image_string)).width) == (1200, 1200)
+    assert image.encoded_image_string.startswith(b"\x89PNG")
 
 
 def test_the_report_is_markdown(tmp_path: Path) -> None:
@@ -228,7 +222,7 @@ def test_charts_of_one_name_are_the_same_in_all_runs() -> None:
 @pytest.fixture
 def ample(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is time to look at every step as it comes."""
-    monkeypatch.setattr("engine.report.tensorboard.looks.SHARE", math.inf)
+    monkeypatch.setattr("engine.report.tensorboard.trace_budget.SHARE", math.inf)
 
 
 @pytest.mark.usefixtures("ample")
@@ -287,7 +281,7 @@ def test_no_file_before_something_is_written(tmp_path: Path) -> None:
     board.close()
     assert not event_files(tmp_path) and not board.opened
     board = Board(tmp_path)
-    board.image("a", Image.new("RGB", (2, 2)), 0)
+    board.image("a", draw_bars({}, ""), 0)
     assert len(event_files(tmp_path)) == 1 and board.opened
     board.close()
 
@@ -295,7 +289,7 @@ def test_no_file_before_something_is_written(tmp_path: Path) -> None:
 def test_hparams_know_no_null() -> None:
     of = recorded.job()
     record, steps = step_records(of, lr=None), []
-    from engine.account.gather import Steps
+    from engine.account.records.gather import Steps
 
     gathered = Steps(of)
     steps = [step for step in map(gathered.add, record) if step]

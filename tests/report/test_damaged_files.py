@@ -16,7 +16,7 @@ import pytest
 from finished import finished, job_of
 from test_tab import Provider, asked
 
-from engine.account.bubble import NAMES
+from engine.categories import NAMES
 from engine.plan.text import from_csv, parse_action
 from engine.predict.measured import read
 from engine.report.__main__ import main

@@ -14,13 +14,13 @@ import recorded
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from recorded import MS, costs, measured, recorder, step_records, traced_run, with_train
-from test_board import event_files, read
+from recorded import MS, costs, log, measured, recorder, step_records, traced_run, with_train
+from tensorboards import event_files, read
 
-from engine.account.bubble import NAMES
-from engine.account.finite import LossNotFiniteError
-from engine.account.gather import Evaluations, Step, Steps
-from engine.account.waterfall import BARS
+from engine.account.records.gather import Evaluations, Step, Steps
+from engine.account.records.nan_watch import LossNotFiniteError
+from engine.account.replay.waterfall import BARS
+from engine.categories import NAMES
 from engine.files import UnwritableError, write_json, write_text
 from engine.plan.schedules import build
 from engine.report.tensorboard.board import Board
@@ -31,10 +31,6 @@ from engine.telemetry.records import Record
 def gathered(of: recorded.Job, records: list[Record]) -> list[Step]:
     steps = Steps(of)
     return [step for step in map(steps.add, records) if step]
-
-
-def log(message: str, rank: int | None = 0, level: int = logging.INFO) -> Record:
-    return Record("log", {"rank": rank, "level": level, "logger": "a.b", "message": message}, {})
 
 
 def evaluation(rank: int, samples: int, correct: int | None, step: int = 3) -> Record:
@@ -111,7 +107,8 @@ def test_a_completed_run_leaves_everything(tmp_path: Path) -> None:
     record(evaluation(1, 100, 90, step=5))
     record(log("hello"))
     summary = record.finish("completed")
-    names = {"summary.json", "report.txt", "trace.json", "timeline.png", "costs.json", "engine.log"}
+    names = {"summary.json", "report.txt", "trace.json", "costs.json", "engine.log"}
+    names |= {f"{name}.{form}" for name in ("timeline", "waterfall") for form in ("png", "svg")}
     assert {path.name for path in tmp_path.iterdir()} == names | {event_files(tmp_path)[0].name}
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     with Image.open(tmp_path / "timeline.png") as image:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import browser
 import pytest
 import recorded
+from plotly.graph_objects import Figure
+from plotly.offline import get_plotlyjs
 from test_compare import ran, sweep
 from test_sweep_figures import replicas, row
 
@@ -52,9 +55,35 @@ def read(folder: Path) -> Reader:
     return Reader((folder / PAGE).read_text())
 
 
-def drawn(folder: Path) -> list[ElementTree.Element]:
-    """The pictures, read strictly."""
-    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", (folder / PAGE).read_text(), re.DOTALL)]
+def drawn(folder: Path) -> dict[str, dict[str, Any]]:
+    """The charts by what they are called, as plotly gets them, each checked against its schema."""
+    source = (folder / PAGE).read_text()
+    labels = [a["aria-label"] for name, a in Reader(source).tags if a.get("class") == "chart"]
+    found = re.search(r'<script type="application/json" id="charts">(.*?)</script>', source, re.DOTALL)
+    charts = json.loads(found[1]) if found else []
+    assert [chart["label"] for chart in charts] == labels
+    for chart in charts:
+        Figure(data=chart["data"], layout=chart["layout"])  # raises ValueError for what plotly does not know
+    return {chart["label"]: chart for chart in charts}
+
+
+def marks(chart: dict[str, Any], metric: str | None = None) -> list[str]:
+    """What is said where marks are pointed at; `metric`: of one panel."""
+    traces = [t for t in chart["data"] if "markers" in t.get("mode", "") and metric in (None, t.get("meta"))]
+    return [said for trace in traces for said in trace.get("hovertext", [])]
+
+
+def lines(chart: dict[str, Any], metric: str) -> list[dict[str, Any]]:
+    return [trace for trace in chart["data"] if trace.get("mode") == "lines" and trace.get("meta") == metric]
+
+
+def texts_of(charts: Any) -> Iterator[str]:
+    """Every text in charts that plotly may read as markup; not what a parallel axis has, where it reads none."""
+    if isinstance(charts, str):
+        yield charts
+    elif isinstance(charts, list | dict) and not (isinstance(charts, dict) and charts.get("type") == "parcoords"):
+        for part in charts.values() if isinstance(charts, dict) else charts:
+            yield from texts_of(part)
 
 
 def test_a_recorded_sweep_is_all_there(tmp_path: Path) -> None:
@@ -79,24 +108,45 @@ def test_pictures_are_well_formed_and_name_their_jobs(tmp_path: Path) -> None:
                 total=2000 - 100 * j, bubble={"ideal": 0.2, "predicted": 0.25, "measured": 0.3})
             for j, (s, m) in enumerate((s, m) for s in ("gpipe", "1f1b") for m in (2, 4, 8))]  # fmt: skip
     write_comparison(tmp_path, rows)
-    pictures = {svg.get("aria-label"): svg for svg in drawn(tmp_path)}
+    pictures = drawn(tmp_path)
     names = ("step time", "throughput", "peak memory", "ideal bubble", "predicted bubble", "measured bubble")
+    figures = pictures["figures over micro-batches"]
     for name in names:
-        svg = pictures[f"{name} over micro-batches"]
-        titles = [title.text or "" for title in svg.iter("title")]
-        assert len(titles) == 6 and len([p for p in svg.iter("path") if "line" in (p.get("class") or "")]) == 2
-        assert any(title.startswith("job 4: 1f1b, micro-batches 4\n" + name) for title in titles)
+        said = marks(figures, name)
+        assert len(said) == 6 and [len(line["x"]) for line in lines(figures, name)] == [3, 3]
+        assert any(words.startswith("job 4: 1f1b, micro-batches 4<br>" + name) for words in said)
+    assert [t["name"] for t in figures["data"] if t.get("showlegend")] == ["gpipe", "1f1b"]  # one legend for all
+    scales = [figures["layout"][f"yaxis{panel}"]["range"] for panel in (4, 5, 6)]
+    assert scales == [[0, pytest.approx(31.5)]] * 3  # the bubbles share one
     front = pictures["peak memory over step time, with the Pareto front"]
-    assert len(list(front.iter("title"))) == 6
+    assert len(marks(front)) == 6 and sum(said.endswith("dominated") for said in marks(front)) == 0
+    assert sorted(job for trace in front["data"] for job in trace.get("customdata", [])) == list(range(6))
+
+
+def test_all_keys_and_figures_stand_on_parallel_axes(tmp_path: Path) -> None:
+    jobs = enumerate([("gpipe", 2, "a&b"), ("1f1b", 8, "<i>")])
+    rows = [row(j, f"schedule={s}", f"pipeline.microbatches={m}", f"model.depth={d}", schedule=s, microbatches=m,
+                step=0.1 + j / 100) for j, (s, m, d) in jobs]  # fmt: skip
+    rows.append(row(2, "schedule=naive", schedule="naive") | {"status": "failed", "error": "no"})
+    write_comparison(tmp_path, rows)
+    (trace,) = drawn(tmp_path)["all keys and figures, a line per job"]["data"]
+    axes = {axis["label"]: axis for axis in trace["dimensions"]}
+    assert list(axes) == ["schedule", "micro-batches", "model.depth", "step time, ms", "throughput, samples/s",
+                          "peak memory, kB"]  # fmt: skip
+    assert axes["schedule"]["ticktext"] == ["gpipe", "1f1b"] and axes["schedule"]["values"] == [0, 1]
+    assert axes["micro-batches"]["values"] == [2, 8] and axes["model.depth"]["ticktext"] == ["a&b", "<i>"]
+    assert axes["step time, ms"]["values"] == pytest.approx([100, 110]) == trace["line"]["color"]
+    write_comparison(tmp_path, rows[:1])
+    assert "all keys and figures, a line per job" not in drawn(tmp_path)
 
 
 def test_many_series_become_maps(tmp_path: Path) -> None:
     rows = [row(10 * s + m, f"schedule=s{s}", f"pipeline.microbatches={m}", schedule=f"s{s}", microbatches=m,
                 step=0.1 + s / 100) for s in range(9) for m in (2, 4)]  # fmt: skip
     write_comparison(tmp_path, rows)
-    cells = [svg for svg in drawn(tmp_path) if svg.get("aria-label") == "step time, a map"]
-    assert len(cells) == 1 and len(list(cells[0].iter("rect"))) == 18
-    assert sum("best" in (r.get("class") or "") for r in cells[0].iter("rect")) == 2  # s0 at either size
+    (cells,) = [trace for trace in drawn(tmp_path)["maps over micro-batches"]["data"] if trace["meta"] == "step time"]
+    assert cells["z"] == [[pytest.approx(100 + 10 * s)] * 2 for s in range(9)] and cells["customdata"][8] == [16, 17]
+    assert [text for texts in cells["text"] for text in texts if "★" in text] == ["100 ★"] * 2  # s0 at either size
 
 
 def test_a_random_search_is_drawn_without_telling_everything_apart(tmp_path: Path) -> None:
@@ -104,8 +154,8 @@ def test_a_random_search_is_drawn_without_telling_everything_apart(tmp_path: Pat
     rows = [row(j, *(f"optimizer.x{k}={j / (k + 7)}" for k in range(6)), f"pipeline.microbatches={2 ** (j % 3)}",
                 microbatches=2 ** (j % 3), step=0.1 + j / 1000) for j in range(60)]  # fmt: skip
     write_comparison(tmp_path, rows)
-    (steps,) = [svg for svg in drawn(tmp_path) if svg.get("aria-label") == "step time over micro-batches"]
-    assert len(list(steps.iter("title"))) == 60 and not [p for p in steps.iter("path") if "line" in p.get("class", "")]
+    steps = drawn(tmp_path)["figures over micro-batches"]
+    assert len(marks(steps, "step time")) == 60 and not lines(steps, "step time")
     assert "Jobs differ in optimizer.x0" in " ".join(read(tmp_path).text)
 
 
@@ -114,8 +164,8 @@ def test_combinations_beyond_a_dozen_are_counted(tmp_path: Path) -> None:
     rows = [row(j, f"pipeline.microbatches={m}", f"schedule={s}", f"model.depth={d}", microbatches=m, schedule=s)
             for j, (m, s, d) in enumerate(cases)]  # fmt: skip
     write_comparison(tmp_path, rows)
-    shown = [svg for svg in drawn(tmp_path) if svg.get("aria-label") == "step time over micro-batches"]
-    assert [len(list(svg.iter("title"))) for svg in shown] == [4] * 12
+    shown = [chart for label, chart in drawn(tmp_path).items() if " over micro-batches, " in label]
+    assert [len(marks(chart, "step time")) for chart in shown] == [4] * 12
     assert "2 further combinations are in the table of all jobs." in read(tmp_path).text
 
 
@@ -124,7 +174,11 @@ def test_scaling_is_drawn_with_its_law(tmp_path: Path) -> None:
     assert "Serial fraction 25.0 %: at most 4.0 times one" in text and "Serial fraction 25.0 %" in " ".join(
         read(tmp_path).text
     )
-    assert any(svg.get("aria-label") == "speed-up over replicas" for svg in drawn(tmp_path))
+    traces = {trace["name"]: trace for trace in drawn(tmp_path)["speed-up over replicas"]["data"]}
+    assert list(traces) == ["one for one", "Amdahl", "measured"]  # the limit is out of sight
+    assert traces["measured"]["y"] == pytest.approx([1, 1.6, 400 / 175])
+    assert traces["measured"]["customdata"] == [0, 1, 2]
+    assert traces["Amdahl"]["y"][-1] == pytest.approx(1 / (0.25 + 0.75 / 5))
     assert "Plain, data-parallel, model-parallel" in text and "model-parallel    1" in text
 
 
@@ -141,11 +195,13 @@ def test_what_users_wrote_is_text(tmp_path: Path, status: str) -> None:
         each["overrides"] = [word.encode(errors="replace").decode() for word in each["overrides"]]
     write_comparison(tmp_path, rows)
     page = read(tmp_path)
-    assert page.count("script") == 1 and page.count("img") == 0
+    assert page.count("script") == 3 * bool(drawn(tmp_path)) or page.count("script") == 1
+    assert page.count("img") == 0
+    for text in texts_of([[chart["data"], chart["layout"]] for chart in drawn(tmp_path).values()]):
+        assert not re.search(r"<(?!/?b>|br>)", text), text  # plotly would read it as a tag
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
     assert all((a.get("href") or "#").startswith(("#", "./")) for _, a in page.tags)
     assert "<script>alert(1)</script>" in " ".join(page.text)
-    drawn(tmp_path)
 
 
 def test_hostile_folders_are_read(tmp_path: Path) -> None:
@@ -166,9 +222,9 @@ def test_hostile_folders_are_read(tmp_path: Path) -> None:
 
 def test_it_loads_nothing(tmp_path: Path) -> None:
     write_comparison(sweep(tmp_path))
-    source = (tmp_path / PAGE).read_text()
     page = read(tmp_path)
-    assert not re.search(r"https?://|//[a-z]|@import|url\(", source)
+    ours = (tmp_path / PAGE).read_text().replace(get_plotlyjs(), "")
+    assert len(ours) < 100_000 and not re.search(r"https?://|//[a-z]|@import|url\(", ours)
     assert not [n for n, a in page.tags if n in ("link", "img", "iframe", "object", "embed") or a.get("src")]
     (policy,) = [a["content"] for n, a in page.tags if n == "meta" and a.get("http-equiv")]
     assert policy is not None and policy.startswith("default-src 'none'")
@@ -207,23 +263,33 @@ def test_in_a_browser_it_opens_sorts_and_lights_up(tmp_path: Path) -> None:
     order = "[...document.querySelectorAll('tr[id]')].map(r => r.id).join(' ')"
     head = "[...document.querySelectorAll('.sortable th')].find(h => h.textContent === 'step time')"
     with browser.chromium(tmp_path / "profile") as page:
-        page.open((tmp_path / PAGE).as_uri())
+        page.open((tmp_path / PAGE).as_uri(), height=3000)
         page.until("document.querySelectorAll('tr[id]').length === 4")
+        page.until("document.querySelectorAll('.chart').length === document.querySelectorAll('[data-drawn]').length")
         page.value(f"{head}.click()")
         assert page.value(order) == "job0 job2 job1 job3"
         page.value(f"{head}.click()")
         assert page.value(order) == "job1 job2 job0 job3"  # what is not known stays last
-        page.value("document.querySelector('svg a[data-job=\"1\"]').scrollIntoView({ block: 'center' })")
         box = page.value(
-            "(() => { const b = document.querySelector('svg a[data-job=\"1\"] .mark').getBoundingClientRect();"
+            "(() => { const chart = document.querySelector('.chart'); chart.scrollIntoView({ block: 'center' });"
+            " const own = chart.data.findIndex((trace) => (trace.customdata ?? []).includes(1));"
+            " const b = chart.querySelectorAll('.scatterlayer .points path.point')[own].getBoundingClientRect();"
             " return [b.x + b.width / 2, b.y + b.height / 2]; })()"
         )
         page.point(*box)
         page.until("document.querySelector('#job1').classList.contains('lit')")
+        page.until("document.querySelector('.chart .hovertext')?.textContent.includes('job 1: 1f1b')")
+        page.click(*box)
+        page.until("location.hash === '#job1'")
+        page.value("document.querySelector('#job0').dispatchEvent(new MouseEvent('mouseover', { bubbles: true }))")
+        page.until("[...document.querySelectorAll('.chart .hovertext')].some((e) => e.textContent.includes('job 0'))")
+        assert not page.value("document.querySelector('[data-title*=hare], [data-title*=loud]')")
+        assert page.value("document.querySelectorAll('canvas.gl-canvas').length") > 0
         assert page.value("document.documentElement.scrollWidth <= innerWidth")
         for theme, colours in THEMES.items():
             page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
             for what, colour in (("backgroundColor", "paper"), ("color", "ink")):
                 shown = page.value(f"getComputedStyle(document.body).{what}")
-                assert shown == "rgb({}, {}, {})".format(*colours[colour])
+                assert shown == "rgb({}, {}, {})".format(*bytes.fromhex(colours[colour][1:]))
+            page.until(f"document.querySelector('.chart').layout.font.color === '{colours['ink']}'")
         assert page.errors == []

@@ -87,6 +87,10 @@ def colours(page: Page) -> dict[tuple[int, ...], int]:
     return {tuple(colour): count for count, colour in counted if isinstance(colour, tuple)}
 
 
+def rgb(colour: str) -> tuple[int, ...]:
+    return tuple(bytes.fromhex(colour[1:]))
+
+
 def text(page: Page, selector: str) -> str:
     return str(page.value(f"document.querySelector('{selector}').innerText"))
 
@@ -110,10 +114,10 @@ def test_the_tab_opens_within_tensorboard(browser: Page, address: str) -> None:
     browser.open(f"{address}/#pipeline")
     browser.until(f"{FRAME}.pipeline.panels[0].step && !{FRAME}.pipeline.frame")
     found = colours(browser)
-    assert found.get(COLOURS[Kind.F], 0) > 2000 and found.get(COLOURS[Kind.B], 0) > 4000
+    assert found.get(rgb(COLOURS[Kind.F]), 0) > 2000 and found.get(rgb(COLOURS[Kind.B]), 0) > 4000
     browser.value("document.body.classList.add('dark-mode')")  # as TensorBoard itself does
     browser.until(f"{FRAME}.document.documentElement.dataset.theme === 'dark' && !{FRAME}.pipeline.frame")
-    assert colours(browser).get(THEMES["dark"]["paper"], 0) > 100_000
+    assert colours(browser).get(rgb(THEMES["dark"]["paper"]), 0) > 100_000
     assert browser.value(f"{FRAME}.getComputedStyle({FRAME}.document.body).backgroundColor") == "rgb(34, 38, 43)"
 
 
@@ -130,7 +134,7 @@ def test_a_step_is_drawn_with_every_action_and_its_figures(page: Page) -> None:
         for microbatch in range(8):
             for kind in (Kind.F, Kind.B):
                 x, y = where(page, f"{rank}{kind.name}{microbatch}")
-                assert picture.getpixel((round(x), round(y) - 13)) == COLOURS[kind], (rank, microbatch)
+                assert picture.getpixel((round(x), round(y) - 13)) == rgb(COLOURS[kind]), (rank, microbatch)
 
 
 def test_it_is_as_sharp_as_the_screen(page: Page, address: str) -> None:

@@ -13,12 +13,13 @@ from torch.distributed import HashStore
 from workers import HANG_S, over_shared
 
 from engine.errors import ExhaustedError
-from engine.transport import PeerLost, PeerTimeout, Transport, exchange
+from engine.transport import PeerLost, PeerTimeout, Transport
 from engine.transport.c10d import REDUCIBLE
-from engine.transport.exchange import SHORT_BYTES
-from engine.transport.shared import SharedMemoryTransport, available
+from engine.transport.shared import SharedMemoryTransport, exchange
+from engine.transport.shared.exchange import SHORT_BYTES
+from engine.transports import shared_memory_missing
 
-pytestmark = pytest.mark.skipif(not available(), reason="needs Linux with memfd_create and eventfd")
+pytestmark = pytest.mark.skipif(bool(shared_memory_missing()), reason="needs Linux with memfd_create and eventfd")
 
 LENGTHS = [1, SHORT_BYTES // 8, SHORT_BYTES // 8 + 1, 100_000]
 

@@ -21,14 +21,15 @@ from workers import over_shared, pair
 from engine.cli import limits
 from engine.environment import inherited_files
 from engine.errors import ExhaustedError
+from engine.launch.failure_report import FailureReport
 from engine.launch.rank import error_record
-from engine.launch.verdict import Verdict
 from engine.telemetry.records import decode
 from engine.training.source import _explained
-from engine.transport import PeerError, Transport, segments
-from engine.transport.shared import available
+from engine.transport import PeerError, Transport
+from engine.transport.shared import segments
+from engine.transports import shared_memory_missing
 
-needs_memfd = pytest.mark.skipif(not available(), reason="needs Linux with memfd_create and eventfd")
+needs_memfd = pytest.mark.skipif(bool(shared_memory_missing()), reason="needs Linux with memfd_create and eventfd")
 
 
 def no_descriptor(patch: pytest.MonkeyPatch) -> None:
@@ -124,18 +125,18 @@ def test_a_segment_that_cannot_be_made_is_an_error_of_the_sender(monkeypatch: py
 def test_it_is_the_first_true_error_in_one_line_with_the_remedy(code: int, remedy: str) -> None:
     with pytest.raises(ExhaustedError) as raised, segments.refused(8192):
         raise OSError(code, os.strerror(code))
-    verdict = Verdict(2, 2)
-    verdict.add_error(decode(error_record(1, PeerError("the peer closed its end", 0))).meta)
-    verdict.add_error(decode(error_record(0, raised.value)).meta)
-    outcome = verdict.outcome(None)
+    failures = FailureReport(2, 2)
+    failures.add_error(decode(error_record(1, PeerError("the peer closed its end", 0))).meta)
+    failures.add_error(decode(error_record(0, raised.value)).meta)
+    outcome = failures.outcome(None)
     assert outcome.error is not None and outcome.error.startswith("rank 0 failed: ExhaustedError: ")
     assert remedy in outcome.error and "\n" not in outcome.error and not outcome.traceback
 
 
 def test_memory_that_is_gone_when_it_is_touched_is_named() -> None:
-    verdict = Verdict(2, 2)
-    verdict.add_death(1, -7)
-    assert "rank 1 was killed by SIGBUS: memory that processes share could not be had" in verdict.message()
+    failures = FailureReport(2, 2)
+    failures.add_death(1, -7)
+    assert "rank 1 was killed by SIGBUS: memory that processes share could not be had" in failures.message()
 
 
 # -- loaders -----------------------------------------------------------------------------------------------------------

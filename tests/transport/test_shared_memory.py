@@ -20,10 +20,11 @@ from engine.job import Job
 from engine.settings import Eval, Settings
 from engine.training import connect
 from engine.transport import Edge, PeerTimeout, Transport
-from engine.transport.segments import LEAST_BYTES, MOST_BYTES, Mapped, Segments, size_of
-from engine.transport.shared import SharedMemoryTransport, available
+from engine.transport.shared import SharedMemoryTransport
+from engine.transport.shared.segments import LEAST_BYTES, MOST_BYTES, Mapped, Segments, size_of
+from engine.transports import shared_memory_missing
 
-pytestmark = pytest.mark.skipif(not available(), reason="needs Linux with memfd_create and eventfd")
+pytestmark = pytest.mark.skipif(bool(shared_memory_missing()), reason="needs Linux with memfd_create and eventfd")
 
 
 class Both:
@@ -175,16 +176,19 @@ def test_a_stranger_is_not_taken_for_a_peer() -> None:
 
 def test_the_transport_that_a_run_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     base = Settings(device="cpu")
-    assert connect.transport_of(base) == "shared_memory"
-    assert connect.transport_of(replace(base, transport="gloo")) == "gloo"
-    for changed, why in ((replace(base, launch="threads"), "launch=threads"), (replace(base, device="cuda"), "GPUs")):
-        assert connect.transport_of(changed) == "gloo"
-        with pytest.raises(ValueError, match=f"transport=shared_memory.*{why}.*use transport=auto"):
+    assert connect.transport_of(base).name == "shared_memory"
+    assert connect.transport_of(replace(base, transport="gloo")).name == "gloo"
+    for changed, why, taken in (
+        (replace(base, launch="threads"), "launch=threads", "threads"),
+        (replace(base, device="cuda"), "GPUs", "nccl"),
+    ):
+        assert connect.transport_of(changed).name == taken
+        with pytest.raises(ValueError, match=f"=shared_memory.*{why}.*use transport=auto, which takes {taken}"):
             connect.transport_of(replace(changed, transport="shared_memory"))
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2"), ("MASTER_ADDR", "x")):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "1")
-    assert connect.transport_of(base) == "gloo"
+    assert connect.transport_of(base).name == "gloo"
     with pytest.raises(ValueError, match="between hosts"):
         connect.transport_of(replace(base, transport="shared_memory"))
 

@@ -24,9 +24,9 @@ from workers import over
 from engine import environment
 from engine.cli.composition import targets
 from engine.launch import delivery, handover, joined
+from engine.launch.failure_report import FailureReport
 from engine.launch.launch import in_processes
 from engine.launch.supervise import warm_up
-from engine.launch.verdict import Verdict
 from engine.prepare.prepare import prepare
 from engine.settings import AllReduce
 from engine.telemetry import position
@@ -34,8 +34,9 @@ from engine.telemetry.records import Record, encode
 from engine.training.connect import store_in
 from engine.transport import Edge, Transport, rendezvous
 from engine.transport.credentials import StrangerError
-from engine.transport.ends import introduction
-from engine.transport.shared import SharedMemoryTransport, available
+from engine.transport.shared import SharedMemoryTransport
+from engine.transport.shared.ends import introduction
+from engine.transports import shared_memory_missing
 
 NOBODY = 65534
 EDGE = Edge(0, 1, "F")
@@ -48,7 +49,7 @@ def fork_server() -> None:
 
 
 pytestmark = [
-    pytest.mark.skipif(not available(), reason="needs Linux"),
+    pytest.mark.skipif(bool(shared_memory_missing()), reason="needs Linux"),
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as another user"),
 ]
 
@@ -218,7 +219,7 @@ def test_the_job_is_handed_to_no_other_user() -> None:
 def test_what_no_rank_has_sent_ends_the_run_in_a_line() -> None:
     """Between hosts records come through the store, into which others can write."""
     for content in (b"garbage", b"\x00\xf0\x49\x02" + b"[" * 200_000, encode("step", {"rank": 0})[:-3]):
-        listener = joined._Listener(Verdict(2, 2), queue.SimpleQueue(), None, lambda record: None, None)
+        listener = joined._Listener(FailureReport(2, 2), queue.SimpleQueue(), None, lambda record: None, None)
         with pytest.raises(RuntimeError, match="somebody else than this run's ranks writes into the launcher's store"):
             listener._take(content)
 
@@ -233,7 +234,7 @@ class Evil:
         return Path.touch, (self.mark,)
 
 
-def met(monkeypatch: pytest.MonkeyPatch, content: bytes, one_host: bool) -> joined.Meeting:
+def met(monkeypatch: pytest.MonkeyPatch, content: bytes, one_host: bool) -> joined.JoinedRank:
     """Rank 1 of two, whose store says that `content` is the job."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2" if one_host else "1")
@@ -244,7 +245,7 @@ def met(monkeypatch: pytest.MonkeyPatch, content: bytes, one_host: bool) -> join
     store.set(joined.CLOSED, b"")
     place = SimpleNamespace(rank=1, world=2, root=store, store=lambda: store)
     monkeypatch.setattr(rendezvous, "meet", lambda limit_s: place)
-    return joined.Meeting(5.0)
+    return joined.JoinedRank(5.0)
 
 
 @pytest.mark.parametrize("one_host", [True, False])

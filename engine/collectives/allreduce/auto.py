@@ -9,47 +9,47 @@ What is measured is agreed on by all members, so all of them choose alike.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from engine.allreduces import ALLREDUCES
 from engine.collectives.allreduce.base import Collective
-from engine.collectives.allreduce.costs import Link, cheapest
-from engine.collectives.allreduce.halving_doubling import HalvingDoubling
+from engine.collectives.allreduce.costs import LinkCosts, cheapest
 from engine.collectives.allreduce.probe import measure
-from engine.collectives.allreduce.recursive_doubling import RecursiveDoubling
 from engine.collectives.allreduce.ring import Ring
 from engine.collectives.ops import ReduceOp
+from engine.registry import Loaded
 from engine.transport import Edge, Transport
 
-CANDIDATES: dict[str, type[Collective]] = {  # of equals the first is taken
-    "ring": Ring,
-    "recursive_doubling": RecursiveDoubling,
-    "halving_doubling": HalvingDoubling,
-}
+CANDIDATES: Mapping[str, type[Collective]] = Loaded(ALLREDUCES, lambda row: row.kind if row.auto else None)
 
 
 class Auto(Collective):
-    """`link`: what was measured, once it was. The candidates share channels: only one of them is under way."""
+    """The candidate that costs least for a tensor's size, by measured costs of the links.
+
+    `link`: what was measured, once it was. The candidates share channels: only one of them is under way.
+    """
 
     def __init__(self, transport: Transport, members: Sequence[int], label: str) -> None:
         super().__init__(transport, members, label)
-        self.link: Link | None = None
+        self.link: LinkCosts | None = None
         self._candidates = {name: kind(transport, members, label) for name, kind in CANDIDATES.items()}
-        for candidate in self._candidates.values():
+        self._ring = Ring(transport, members, label)  # whose links are measured
+        for candidate in [self._ring, *self._candidates.values()]:
             candidate.peers.sent = self.peers.sent
         self._chosen: dict[int, str] = {}
 
     @classmethod
     def edges(cls, members: Sequence[int], label: str) -> list[Edge]:
-        return list(dict.fromkeys(edge for kind in CANDIDATES.values() for edge in kind.edges(members, label)))
+        """Return the channels of all candidates, each once."""
+        kinds: list[type[Collective]] = [Ring, *CANDIDATES.values()]
+        return list(dict.fromkeys(edge for kind in kinds for edge in kind.edges(members, label)))
 
     def choice(self, nbytes: int) -> str:
-        """The name of the algorithm for a tensor of so many bytes."""
+        """Return the name of the algorithm for a tensor of `nbytes`; the first call measures the links."""
         if self.link is None:
-            ring = self._candidates["ring"]
-            assert isinstance(ring, Ring)
-            self.link = measure(ring)
+            self.link = measure(self._ring)
             self._say(f"alpha {self.link.alpha * 1e6:.1f} us, {_rate(self.link.beta)} sent, "
                       f"{_rate(self.link.gamma)} added")  # fmt: skip
         if nbytes not in self._chosen:

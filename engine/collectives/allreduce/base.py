@@ -21,9 +21,9 @@ from engine.transport import Edge, Transport
 
 
 class Collective(ABC):
-    """The reduction over `members` (world ranks; their order is the algorithm's), seen from the transport's own rank.
+    """An all-reduce over `members`, seen from the transport's own rank.
 
-    `label` tells collectives over the same ranks apart.
+    `members` are world ranks, in the algorithm's order. `label` tells collectives over the same ranks apart.
     """
 
     backend_group: ClassVar[bool] = False  # whether the run must open a group with `Transport.open_group`
@@ -37,22 +37,23 @@ class Collective(ABC):
 
     @property
     def algorithm(self) -> str:
-        """Its name, as in `COLLECTIVES`."""
+        """Name of the algorithm, as in `COLLECTIVES`."""
         return re.sub("(?<!^)(?=[A-Z])", "_", type(self).__name__).lower()
 
     @property
     def bytes_sent(self) -> int:
-        """The payload that this rank has sent so far."""
+        """Payload bytes that this rank has sent so far."""
         return self.peers.sent.nbytes
 
     @property
     def messages_sent(self) -> int:
+        """Messages that this rank has sent so far, those of empty tensors left out."""
         return self.peers.sent.messages
 
     @classmethod
     @abstractmethod
     def edges(cls, members: Sequence[int], label: str) -> list[Edge]:
-        """The channels that the run must open, on all ranks, before the collective is built."""
+        """Return the channels that the run must open, on all ranks, before the collective is built."""
 
     @abstractmethod
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine.collectives.allreduce.base import Collective
-from engine.collectives.allreduce.circle import run
+from engine.collectives.allreduce.ring_pass import run
 from engine.collectives.ops import ReduceOp
 from engine.collectives.peers import mesh
-from engine.collectives.shapes import double_binary, links
+from engine.collectives.topologies import double_binary, links
 from engine.collectives.trees import up_and_down
 from engine.transport import Edge, Transport
 
@@ -29,6 +29,7 @@ class DoubleBinaryTree(Collective):
 
     @classmethod
     def edges(cls, members: Sequence[int], label: str) -> list[Edge]:
+        """Return the channels that the algorithm sends over, for `Transport.open`."""
         trees = enumerate(double_binary(len(members)))
         return [edge for number, nodes in trees for edge in mesh(members, links(nodes), _label(label, number))]
 

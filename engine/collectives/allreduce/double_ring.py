@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine.collectives.allreduce.base import Collective
-from engine.collectives.allreduce.circle import Circle, run
+from engine.collectives.allreduce.ring_pass import RingPass, run
 from engine.collectives.ops import ReduceOp
 from engine.collectives.peers import mesh
 from engine.transport import Edge
@@ -24,12 +24,13 @@ class DoubleRing(Collective):
 
     @classmethod
     def edges(cls, members: Sequence[int], label: str) -> list[Edge]:
+        """Return the channels that the algorithm sends over, for `Transport.open`."""
         order = range(len(members))
-        return mesh(members, [*Circle.pairs(order), *Circle.pairs(order[::-1])], label)
+        return mesh(members, [*RingPass.pairs(order), *RingPass.pairs(order[::-1])], label)
 
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         order = range(self.peers.size)
-        there, back = Circle(self.peers, order, "there"), Circle(self.peers, order[::-1], "back")
+        there, back = RingPass(self.peers, order, "there"), RingPass(self.peers, order[::-1], "back")
         if self.peers.size == 2:
             run(there.turn(tensor, op, there.all_reduce))
             return

@@ -7,7 +7,8 @@
 
     2 log2 N α + 2(N-1)/N nβ + (N-1)/N nγ
 
-Each part is combined by one member and copied by the others. Other numbers of members than powers of two: see `core`.
+Each part is combined by one member and copied by the others. Other numbers of members than powers of two: see
+`power_of_two`.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine.collectives.allreduce.base import Collective
-from engine.collectives.allreduce.core import core_links, through_core
+from engine.collectives.allreduce.power_of_two import core_links, through_core
 from engine.collectives.ops import ReduceOp
-from engine.collectives.peers import alike, mesh, pieces, wait_all
+from engine.collectives.peers import mesh, message_pieces, views_like, wait_all
 from engine.transport import Edge, Work
 
 
 class HalvingDoubling(Collective):
-    """Needs a buffer of half the tensor's size."""
+    """Halving and doubling; needs a buffer of half the tensor's size."""
 
     @classmethod
     def edges(cls, members: Sequence[int], label: str) -> list[Edge]:
+        """Return the channels that the algorithm sends over, for `Transport.open`."""
         return mesh(members, core_links(len(members)), label)
 
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
@@ -41,21 +43,21 @@ class HalvingDoubling(Collective):
         exchanges = _exchanges(number, len(core))
         sent: list[Work] = []
         for partner, keep, give in exchanges:
-            kept = pieces(tensor[bounds[keep[0]] : bounds[keep[1]]])
-            buffers = alike(kept, peers.scratch("halve", tensor, bounds[keep[1]] - bounds[keep[0]]))
+            kept = message_pieces(tensor[bounds[keep[0]] : bounds[keep[1]]])
+            buffers = views_like(kept, peers.scratch("halve", tensor, bounds[keep[1]] - bounds[keep[0]]))
             arriving = [peers.recv(core[partner], buffer) for buffer in buffers]
-            sent += [peers.send(core[partner], p) for p in pieces(tensor[bounds[give[0]] : bounds[give[1]]])]
+            sent += [peers.send(core[partner], p) for p in message_pieces(tensor[bounds[give[0]] : bounds[give[1]]])]
             for piece, buffer, work in zip(kept, buffers, arriving, strict=True):
                 work.wait()
                 lower, upper = (buffer, piece) if partner < number else (piece, buffer)
                 op.combine(lower, upper, out=piece)
         # What comes back lands where a part of ours was sent from: it was delivered, or there would be no result.
         coming = [
-            [peers.recv(core[partner], p) for p in pieces(tensor[bounds[give[0]] : bounds[give[1]]])]
+            [peers.recv(core[partner], p) for p in message_pieces(tensor[bounds[give[0]] : bounds[give[1]]])]
             for partner, _, give in exchanges
         ]
         for (partner, keep, _), arriving in zip(reversed(exchanges), reversed(coming), strict=True):
-            sent += [peers.send(core[partner], p) for p in pieces(tensor[bounds[keep[0]] : bounds[keep[1]]])]
+            sent += [peers.send(core[partner], p) for p in message_pieces(tensor[bounds[keep[0]] : bounds[keep[1]]])]
             wait_all(arriving)
         wait_all(sent)
 

@@ -15,29 +15,36 @@ from typing import ClassVar
 from torch import Tensor
 
 from engine.collectives.allreduce.base import Collective
-from engine.collectives.allreduce.circle import Circle, run
+from engine.collectives.allreduce.ring_pass import RingPass, run
 from engine.collectives.ops import ReduceOp
 from engine.collectives.peers import mesh
 from engine.transport import Edge
 
 
 class Hierarchical(Collective):
-    """Hosts are runs of `group_size` members in their order; None: all members are on one."""
+    """Rings inside hosts and between them.
+
+    Hosts are runs of `group_size` members in their order; None: all members are on one.
+    """
 
     group_size: ClassVar[int | None] = None
 
     @property
     def algorithm(self) -> str:
+        """Name of the algorithm, with the size of a host where one is given."""
         return super().algorithm + (f" of {self.group_size}" if self.group_size else "")
 
     @classmethod
     def grouped(cls, group_size: int | None) -> type[Hierarchical]:
-        """The same with hosts of so many members."""
+        """Return the same class for hosts of `group_size` members."""
         return type(cls.__name__, (cls,), {"group_size": group_size})
 
     @classmethod
-    def circles(cls, size: int) -> tuple[list[range], list[range]]:
-        """The positions of each host, and those that meet across hosts. ValueError where hosts would be unequal."""
+    def rings(cls, size: int) -> tuple[list[range], list[range]]:
+        """Return the positions of each host, and those that form a ring across hosts.
+
+        ValueError where hosts would be unequal.
+        """
         inside = cls.group_size or size
         if size % inside:
             raise ValueError(
@@ -49,13 +56,14 @@ class Hierarchical(Collective):
 
     @classmethod
     def edges(cls, members: Sequence[int], label: str) -> list[Edge]:
-        hosts, across = cls.circles(len(members))
-        return mesh(members, [pair for order in [*hosts, *across] for pair in Circle.pairs(order)], label)
+        """Return the channels that the algorithm sends over, for `Transport.open`."""
+        hosts, across = cls.rings(len(members))
+        return mesh(members, [pair for order in [*hosts, *across] for pair in RingPass.pairs(order)], label)
 
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
-        hosts, across = self.circles(self.peers.size)
-        host = Circle(self.peers, next(order for order in hosts if self.position in order), "host")
-        others = Circle(self.peers, next(order for order in across if self.position in order), "across")
+        hosts, across = self.rings(self.peers.size)
+        host = RingPass(self.peers, next(order for order in hosts if self.position in order), "host")
+        others = RingPass(self.peers, next(order for order in across if self.position in order), "across")
         run(host.turn(tensor, op, host.reduce_scatter))
         own = host.own(tensor)
         if len(own):

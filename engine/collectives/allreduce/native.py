@@ -13,13 +13,16 @@ from engine.transport import Edge
 
 
 class Native(Collective):
-    """Sums and means. `bytes_sent` is what a bandwidth-optimal algorithm sends, 2(N-1)/N of the tensor: backends do
-    not tell."""
+    """The backend's own sums and means.
+
+    `bytes_sent` is what a bandwidth-optimal algorithm sends, 2(N-1)/N of the tensor: backends do not tell.
+    """
 
     backend_group: ClassVar[bool] = True
 
     @classmethod
     def edges(cls, members: Sequence[int], label: str) -> list[Edge]:
+        """Return no channels: the backend's group has its own."""
         return []
 
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.collectives.allreduce.costs import Link
+from engine.collectives.allreduce.costs import LinkCosts
 from engine.collectives.allreduce.ring import Ring
 from engine.collectives.ops import ReduceOp
 from engine.collectives.peers import PIECE_BYTES, Peers, wait_all
@@ -24,8 +24,11 @@ SMALL_BYTES, LARGE_BYTES = 64, PIECE_BYTES
 SMALL_TRIES, LARGE_TRIES = 30, 8
 
 
-def measure(ring: Ring) -> Link:
-    """Called by all members at once; takes some milliseconds. `ring` has two members or more."""
+def measure(ring: Ring) -> LinkCosts:
+    """Measure the cost of a link and of an addition; all members call at once, and it takes some milliseconds.
+
+    `ring` has two members or more.
+    """
     peers, device = ring.peers, ring.transport.device
     small, large = (torch.zeros(2, nbytes, dtype=torch.uint8, device=device) for nbytes in (SMALL_BYTES, LARGE_BYTES))
     numbers = torch.zeros(2, LARGE_BYTES // 4, device=device)
@@ -34,7 +37,7 @@ def measure(ring: Ring) -> Link:
     gamma = _best(LARGE_TRIES, lambda: numbers[0].add_(numbers[1]), device) / LARGE_BYTES
     agreed = torch.tensor([alpha, max(0.0, whole - alpha) / LARGE_BYTES, gamma], dtype=torch.float64, device=device)
     ring.all_reduce(agreed, ReduceOp.MAX)
-    return Link(*agreed.tolist())
+    return LinkCosts(*agreed.tolist())
 
 
 def _shift(peers: Peers, ours: torch.Tensor, theirs: torch.Tensor) -> None:

@@ -6,7 +6,7 @@
 
 The fewest steps of all, at the price of bytes: the choice for small tensors. Both partners combine the lower
 one's part with the upper one's, so everybody computes the same bits. Other numbers of members than powers of two: see
-`core`.
+`power_of_two`.
 """
 
 from __future__ import annotations
@@ -16,30 +16,31 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine.collectives.allreduce.base import Collective
-from engine.collectives.allreduce.core import core_links, through_core
+from engine.collectives.allreduce.power_of_two import core_links, through_core
 from engine.collectives.ops import ReduceOp
-from engine.collectives.peers import alike, mesh, pieces
+from engine.collectives.peers import mesh, message_pieces, views_like
 from engine.transport import Edge, Work
 
 
 class RecursiveDoubling(Collective):
-    """Needs two buffers of the tensor's size."""
+    """Recursive doubling; needs two buffers of the tensor's size."""
 
     @classmethod
     def edges(cls, members: Sequence[int], label: str) -> list[Edge]:
+        """Return the channels that the algorithm sends over, for `Transport.open`."""
         return mesh(members, core_links(len(members)), label)
 
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         through_core(self.peers, tensor, op, self._double)
 
     def _double(self, core: list[int], tensor: Tensor, op: ReduceOp) -> None:
-        peers, number, cut = self.peers, core.index(self.position), pieces(tensor)
+        peers, number, cut = self.peers, core.index(self.position), message_pieces(tensor)
         steps = len(core).bit_length() - 1
 
         def post(step: int) -> list[tuple[Tensor, Work]]:
             if step == steps:
                 return []
-            buffers = alike(cut, peers.scratch(("double", step % 2), tensor, len(tensor)))
+            buffers = views_like(cut, peers.scratch(("double", step % 2), tensor, len(tensor)))
             return [(buffer, peers.recv(core[number ^ 1 << step], buffer)) for buffer in buffers]
 
         following = post(0)

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 from engine.collectives.allreduce.tree import Tree
-from engine.collectives.shapes import Node, flat
+from engine.collectives.topologies import Node, flat
 
 
 class ReduceBroadcast(Tree):
-    """A tree of one level: x_0 + x_1 + x_2 + ..., from the left."""
+    """A tree of one level, added from the left: x_0 + x_1 + x_2 + ..."""
 
     @classmethod
     def nodes(cls, size: int) -> list[Node]:
+        """Return each position's place in the tree over `size` members."""
         return flat(size)

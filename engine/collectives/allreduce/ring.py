@@ -2,7 +2,7 @@
 
     2(N-1) α + 2(N-1)/N nβ + (N-1)/N nγ          2(N-1)/N n bytes sent per rank: as few as possible
 
-How it goes round is drawn in `circle`.
+How it goes round is drawn in `ring_pass`.
 """
 
 from __future__ import annotations
@@ -13,29 +13,31 @@ import torch
 from torch import Tensor
 
 from engine.collectives.allreduce.base import Collective
-from engine.collectives.allreduce.circle import Circle, run
+from engine.collectives.allreduce.ring_pass import RingPass, run
 from engine.collectives.ops import ReduceOp
 from engine.collectives.peers import mesh
 from engine.transport import Edge
 
 
 class Ring(Collective):
-    """The members in their order, once around."""
+    """One ring over the members in their order."""
 
     @classmethod
     def edges(cls, members: Sequence[int], label: str) -> list[Edge]:
-        return mesh(members, Circle.pairs(range(len(members))), label)
+        """Return the channels that the algorithm sends over, for `Transport.open`."""
+        return mesh(members, RingPass.pairs(range(len(members))), label)
 
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
-        circle = Circle(self.peers, range(self.peers.size))
-        run(circle.turn(tensor, op, circle.all_reduce))
+        ring = RingPass(self.peers, range(self.peers.size))
+        run(ring.turn(tensor, op, ring.all_reduce))
 
     def mean(self, tensor: Tensor, counts: Sequence[int]) -> None:
-        """The mean over all members' parts, each of which is the mean of so many (`counts`, by position; 0: of none).
+        """Replace everybody's part by the mean over all of them, weighed by `counts`, in place.
 
-        Partial means travel, not sums, so half precision keeps its range and its bytes. In place, as `all_reduce`.
+        Each part is the mean of so many (`counts`, by position; 0: of none). Partial means travel, not sums, so half
+        precision keeps its range and its bytes.
         """
         if len(self.members) > 1 and tensor.numel():
             with torch.no_grad():
-                circle = Circle(self.peers, range(self.peers.size))
-                run(circle.turn(tensor, ReduceOp.MEAN, circle.all_reduce, counts))
+                ring = RingPass(self.peers, range(self.peers.size))
+                run(ring.turn(tensor, ReduceOp.MEAN, ring.all_reduce, counts))

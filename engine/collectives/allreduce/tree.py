@@ -12,20 +12,22 @@ from torch import Tensor
 from engine.collectives.allreduce.base import Collective
 from engine.collectives.ops import ReduceOp
 from engine.collectives.peers import mesh
-from engine.collectives.shapes import Node, binomial, links
+from engine.collectives.topologies import Node, binomial, links
 from engine.collectives.trees import up_and_down
 from engine.transport import Edge
 
 
 class Tree(Collective):
-    """Positions are combined in the order of the tree; every member gets a copy of what the root has."""
+    """A binomial tree: parts are combined in its order, and every member gets a copy of the root's result."""
 
     @classmethod
     def nodes(cls, size: int) -> list[Node]:
+        """Return each position's place in the tree over `size` members."""
         return binomial(size)
 
     @classmethod
     def edges(cls, members: Sequence[int], label: str) -> list[Edge]:
+        """Return the channels that the algorithm sends over, for `Transport.open`."""
         return mesh(members, links(cls.nodes(len(members))), label)
 
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:

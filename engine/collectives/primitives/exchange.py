@@ -45,7 +45,7 @@ def all_to_all_single(
     *,
     group: Group,
 ) -> None:
-    """The same with parts of one tensor along its first dimension, equal ones where no sizes are given."""
+    """Exchange parts of one tensor along its first dimension, equal ones where no sizes are given."""
     outputs, wrong_output = _split("output", output, output_split_sizes, group.size)
     inputs, wrong_input = _split("input", input, input_split_sizes, group.size)
     group.agree("all_to_all_single", wrong_output or wrong_input)

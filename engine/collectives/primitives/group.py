@@ -24,9 +24,10 @@ from engine.transport import Edge, Transport
 
 
 class Group:
-    """Every member has a channel to every other one. `algorithm` is the all-reduce. One call at a time.
+    """Some ranks that call collectives together, with a channel between any two of them.
 
-    `checked=False` leaves out the comparison of calls, for callers that have agreed in another way.
+    `algorithm` is the all-reduce. One call at a time. `checked=False` leaves out the comparison of calls, for callers
+    that have agreed in another way.
     """
 
     def __init__(
@@ -48,22 +49,23 @@ class Group:
 
     @staticmethod
     def edges(members: Sequence[int], label: str, algorithm: type[Collective] = Ring) -> list[Edge]:
-        """What `Transport.open` must be given, on all ranks."""
+        """Return the channels that `Transport.open` must be given, on all ranks."""
         pairs = ((a, b) for a in range(len(members)) for b in range(len(members)) if a != b)
         return list(dict.fromkeys([*mesh(members, pairs, label), *algorithm.edges(members, label)]))
 
     @property
     def bytes_sent(self) -> int:
-        """The payload that this rank has sent in this group so far, tickets included."""
+        """Payload bytes that this rank has sent in this group so far, tickets included."""
         return self.peers.sent.nbytes
 
     @property
     def messages_sent(self) -> int:
+        """Messages that this rank has sent in this group so far, tickets included."""
         return self.peers.sent.messages
 
     @property
     def others(self) -> list[int]:
-        """The other positions, beginning behind our own: no two members begin with the same one."""
+        """Other positions, beginning behind our own: no two members begin with the same one."""
         return [(self.position + step) % self.size for step in range(1, self.size)]
 
     def agree(self, words: str, complaint: str | None = None) -> None:
@@ -78,13 +80,13 @@ class Group:
         agree(self.peers, words, complaint)
 
     def place(self, rank: int) -> int:
-        """The position of a member, by its world rank."""
+        """Return the position of a member, by its world rank."""
         return self.members.index(rank)
 
     def list_complaint(
         self, role: str, name: str, root: int, list_name: str, given: Sequence[Tensor] | None, like: Tensor
     ) -> str | None:
-        """What is wrong with the list of tensors that the root alone gives, one per member, each as `like`."""
+        """Say what is wrong with the list of tensors that the root alone gives, one per member, each as `like`."""
         if self.rank != root:
             return self.stranger(name, root) or (f"only the {role} gives a {list_name}" if given else None)
         if given is None or len(given) != self.size:
@@ -96,5 +98,5 @@ class Group:
         return None
 
     def stranger(self, name: str, rank: int) -> str | None:
-        """A complaint about a rank that is none of the members."""
+        """Say that a rank is none of the members."""
         return None if rank in self.members else f"{name}={rank} is none of the members {list(self.members)}"

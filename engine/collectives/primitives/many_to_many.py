@@ -48,7 +48,7 @@ def all_gather(tensor_list: Sequence[Tensor], tensor: Tensor, *, group: Group) -
 
 @own_mode
 def all_gather_into_tensor(output_tensor: Tensor, input_tensor: Tensor, *, group: Group) -> None:
-    """Everybody's `input_tensor`, one behind the other: concatenated or stacked, as `output_tensor` is shaped."""
+    """Concatenate or stack everybody's `input_tensor`, as `output_tensor` is shaped."""
     complaint = _whole_complaint(output_tensor, input_tensor, "output_tensor", "input_tensor", group)
     group.agree(f"all_gather_into_tensor of {described(input_tensor)}", complaint)
     flat = dense(output_tensor)

@@ -15,7 +15,7 @@ from engine.collectives.ops import ReduceOp, refusal, word
 from engine.collectives.peers import wait_all
 from engine.collectives.primitives.group import Group
 from engine.collectives.primitives.tensors import apart, dense, described, give_back, own_mode
-from engine.collectives.shapes import binomial
+from engine.collectives.topologies import binomial
 from engine.collectives.trees import up
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.collectives.peers import wait_all
 from engine.collectives.primitives.group import Group
 from engine.collectives.primitives.tensors import dense, described, give_back, own_mode
-from engine.collectives.shapes import binomial
+from engine.collectives.topologies import binomial
 from engine.collectives.trees import down
 
 

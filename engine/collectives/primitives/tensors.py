@@ -15,7 +15,7 @@ own_mode = torch.inference_mode(mode=False)  # decorates what callers may call i
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The elements as a flat contiguous tensor without a graph: a view where there is one, else a copy."""
+    """Return the elements as a flat contiguous tensor without a graph: a view where there is one, else a copy."""
     if tensor.is_inference():
         tensor = tensor.clone()
     solid = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -23,7 +23,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def apart(flat: Tensor, written: Iterable[Tensor]) -> Tensor:
-    """`flat`, which is to be sent; a copy where a flat tensor that is written meanwhile shares its memory."""
+    """Return `flat`, which is to be sent, or a copy where a tensor that is written meanwhile shares its memory."""
     begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
     shared = any(each.data_ptr() < end and begin < each.data_ptr() + each.nbytes for each in written)
     return flat.clone() if shared else flat
@@ -37,15 +37,16 @@ def give_back(tensor: Tensor, flat: Tensor) -> None:
 
 
 def described(tensor: Tensor) -> str:
-    """`[2, 3] float32`."""
+    """Describe a tensor in messages: `[2, 3] float32`."""
     return f"{list(tensor.shape)} {name(tensor.dtype)}"
 
 
 def described_all(tensors: Sequence[Tensor]) -> str:
-    """`[2, 3], [4] float32`; every dtype that occurs is named."""
+    """Describe tensors in messages: `[2, 3], [4] float32`; every dtype that occurs is named."""
     shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
     return f"{shapes} {'/'.join(dict.fromkeys(name(tensor.dtype) for tensor in tensors))}"
 
 
 def name(dtype: torch.dtype) -> str:
+    """Return a dtype's name without `torch.`."""
     return str(dtype).removeprefix("torch.")

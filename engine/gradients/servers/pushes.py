@@ -24,16 +24,17 @@ from engine.gradients.buckets import Reducer
 from engine.gradients.division import Division
 from engine.gradients.layout import Bucket, Named
 from engine.gradients.order import Order
-from engine.gradients.pieces import Owned, move_into, owned
 from engine.gradients.servers.server import ANSWER, APPLIED, BEFORE_FLAGS, HELD, ParameterServer, Push, trailer_of
+from engine.gradients.shard_parameters import Owned, move_into, owned
 from engine.transport import Edge, Work
 
 
 class PushReducer(Reducer):
-    """As `Reducer`, to whoever computes; `server` is this worker's own, if it has one.
+    """A reducer that pushes this worker's gradients to the servers and takes their weights back.
 
-    `group`: the workers; `kind`: who owns what. `bound` as in `StaleSynchronous`; `beat_s` as in `ParameterServer`.
-    The parameters are moved into buffers of the reducer's. `edges` must have been opened.
+    Used as `Reducer`; `server` is this worker's own, if it has one. `group`: the workers; `kind`: who owns what.
+    `bound` as in `StaleSynchronous`; `beat_s` as in `ParameterServer`. The parameters are moved into buffers of the
+    reducer's. `edges` must have been opened.
     """
 
     def __init__(
@@ -78,13 +79,13 @@ class PushReducer(Reducer):
 
     @staticmethod
     def edges(members: Sequence[int], label: str, kind: type[Division]) -> list[Edge]:
-        """What `Transport.open` must be given, on all ranks, besides the group's own."""
+        """Return the channels that `Transport.open` must be given, on all ranks, besides the group's own."""
         pairs = [(a, b) for a in range(len(members)) for b in kind.owners(len(members)) if a != b]
         back = [(b, a) for a, b in pairs]
         return [*mesh(members, pairs, f"{label}push"), *mesh(members, back, f"{label}pull")]
 
     def serve(self, steps: int) -> None:
-        """Let the own server take `steps` pushes of each worker."""
+        """Let this worker's server take `steps` pushes of each worker."""
         if self.server is not None:
             self.server.serve(steps, self._connect)
 
@@ -106,12 +107,12 @@ class PushReducer(Reducer):
         for owner in self._owners:
             self._take_answer(owner, False)
 
-    def told(self) -> list[tuple[int, int, int, int]]:
-        """What became of the last step's push: the position of each owner, and its `Push`."""
+    def pop_records(self) -> list[tuple[int, int, int, int]]:
+        """Return what became of the last step's push: the position of each owner, and its `Push`."""
         return [(owner, *push) for owner, push in self._done.items()]
 
     def push(self, number: int) -> None:
-        """In the reduce thread: bucket `number` is packed. The last one is followed by what the servers must know."""
+        """Push bucket `number`, which is packed, and behind the last what servers must know; in the reduce thread."""
         others = [owner for owner in self._owners if owner != self._own]
         for owner in others:
             part = self._flats[number][slice(*self._spans[owner][number])]

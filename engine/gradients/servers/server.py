@@ -25,8 +25,8 @@ from torch import Tensor
 
 from engine.collectives.peers import Peers, wait_all
 from engine.gradients.layout import Bucket
-from engine.gradients.pieces import Owned, Piece
 from engine.gradients.servers.stale_synchronous import StaleSynchronous
+from engine.gradients.shard_parameters import Owned, ShardParameter
 from engine.transport import Work
 
 HELD, APPLIED, WEIGHTS = range(3)  # what an answer says: wait on; the push is applied; the weights follow
@@ -35,8 +35,11 @@ ANSWER = 4  # of an answer: what it says, the version to come, what the push was
 
 
 class Push(NamedTuple):
-    """What became of a push: the versions that it was computed from and applied to, and how long its worker was held
-    back by the bound, in nanoseconds."""
+    """What became of a push.
+
+    The versions that it was computed from and applied to, and how long its worker was held back by the bound, in
+    nanoseconds.
+    """
 
     read: int
     applied: int
@@ -44,12 +47,13 @@ class Push(NamedTuple):
 
     @property
     def staleness(self) -> int:
+        """Updates between the version that the push was computed from and the one that it was applied to."""
         return self.applied - self.read
 
 
 @dataclass
 class Inbox:
-    """Where the pushes of a worker are: its gradients of the owned part, a flat tensor per bucket, and the trailer."""
+    """Buffers for a worker's pushes: its gradients of the owned part, a flat tensor per bucket, and the trailer."""
 
     parts: list[Tensor]
     trailer: Tensor
@@ -61,11 +65,12 @@ class Closed(Exception):  # noqa: N818  # not an error: the run is over, one way
 
 
 class ParameterServer:
-    """The server at position `own` of a group of `members`. `values`: the initial weights of what it owns, flat, one
-    tensor per bucket; they are copied. `cut(number, weights)`: the pieces of bucket `number` in the copy.
+    """The server at position `own` of a group of `members`.
 
-    `update` is to be set before it serves: called for each push with the number of those before it, under the lock,
-    when the gradients of `pieces` are set. `beat_s`: how often it says that a member is still held back.
+    `values`: the initial weights of what it owns, flat, one tensor per bucket; they are copied. `cut(number, weights)`:
+    the pieces of bucket `number` in the copy. `update` is to be set before it serves: called for each push with the
+    number of those before it, under the lock, when the gradients of `pieces` are set. `beat_s`: how often it says that
+    a member is still held back.
     """
 
     def __init__(
@@ -93,22 +98,22 @@ class ParameterServer:
         self._threads: list[threading.Thread] = []
 
     @property
-    def pieces(self) -> list[Piece]:
-        """What the optimizer updates, in the order of the parameters."""
+    def pieces(self) -> list[ShardParameter]:
+        """Parameters that the optimizer updates, in the order of the parameters."""
         return sorted((own.piece for bucket in self._owned for own in bucket), key=lambda piece: piece.number)
 
     @property
     def bytes_sent(self) -> int:
-        """In answers, so far."""
+        """Bytes sent in replies since the server started."""
         return sum(self._sent)
 
     @property
     def nbytes(self) -> int:
-        """The weights that it keeps."""
+        """Bytes of the weights that the server keeps."""
         return sum(weights.nbytes for weights in self._weights)
 
     def inbox(self, parts: Sequence[Tensor] | None = None) -> Inbox:
-        """A place for pushes: on `parts`, or on memory of its own."""
+        """Return buffers for pushes: on `parts`, or on memory of their own."""
         made = [torch.empty_like(weights) for weights in self._weights] if parts is None else list(parts)
         box = Inbox(made, trailer_of(self._count))
         box.gradients = [own.gradient(part) for part, owns in zip(made, self._owned, strict=True) for own in owns]
@@ -132,7 +137,7 @@ class ParameterServer:
             self._changed.notify_all()
 
     def apply(self, position: int, inbox: Inbox) -> int:
-        """Apply what lies in an inbox; the version it was applied to."""
+        """Apply what lies in an inbox; return the version that it was applied to."""
         read, flags = int(inbox.trailer[0]), inbox.trailer[BEFORE_FLAGS:].tolist()
         with self._changed:
             self._raise()
@@ -151,7 +156,7 @@ class ParameterServer:
         return applied
 
     def pull(self, position: int, meeting: bool, into: Sequence[Tensor], held: Callable[[], None]) -> tuple[int, int]:
-        """Copy the weights once the member may go on: (their version, nanoseconds it was held back for).
+        """Copy the weights once the member may go on; return their version and the nanoseconds it was held back for.
 
         `held` is called from time to time until then.
         """
@@ -171,11 +176,11 @@ class ParameterServer:
                 held()
 
     def paused(self) -> threading.Condition:
-        """A context in which nothing is applied."""
+        """Context in which nothing is applied."""
         return self._changed
 
     def check(self) -> None:
-        """Raise what a thread has raised."""
+        """Raise what a thread of the server has raised."""
         with self._changed:
             if self._error is not None:
                 raise self._error
@@ -187,7 +192,7 @@ class ParameterServer:
         self.check()
 
     def close(self) -> None:
-        """Let the threads end that wait for nothing from outside. From any thread."""
+        """Let the threads end that wait for nothing from outside; from any thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -212,8 +217,11 @@ class ParameterServer:
                 self._changed.notify_all()
 
     def _answer_all(self, position: int, steps: int, pushes: Peers, answers: Peers) -> None:
-        """Answers lie in the inbox: a member that waits for one pushes nothing. They are waited for only when the last
-        of a push is sent, because a member takes the answers of several servers one after the other."""
+        """Answer the pushes of a member.
+
+        Answers lie in the inbox: a member that waits for one pushes nothing. They are waited for only when the last of
+        a push is sent, because a member takes the answers of several servers one after the other.
+        """
         inbox = self.inbox()
         sent: list[Work] = []
 
@@ -243,5 +251,5 @@ class ParameterServer:
 
 
 def trailer_of(parameters: int) -> Tensor:
-    """Room for what follows the gradients of a push: float64, exact for every number in it."""
+    """Return the buffer for what follows the gradients of a push: float64, exact for every number in it."""
     return torch.zeros(BEFORE_FLAGS + parameters, dtype=torch.float64)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 
 class StaleSynchronous:
-    """Clocks of `workers`; `bound` is s, None for no bound."""
+    """Clocks of `workers` and the bound on their distance; `bound` is s, None for no bound."""
 
     def __init__(self, workers: int, bound: int | None) -> None:
         self.clock = [0] * workers
@@ -38,7 +38,7 @@ class StaleSynchronous:
         return bound is None or all(self.clock[other] > clock - bound for other in self._to_read)
 
     def push(self, worker: int, read: int) -> int:
-        """A push that was computed from version `read` is applied; its staleness."""
+        """Count a push that was computed from version `read`; return its staleness."""
         staleness = self.version - read
         assert staleness >= 0 and worker not in self._to_read, "computed from weights that were not read"
         self.clock[worker] += 1
@@ -47,12 +47,12 @@ class StaleSynchronous:
         return staleness
 
     def may_read(self, worker: int, meeting: bool = False) -> bool:
-        """Whether the worker may begin its next step; where all are `meeting`, only behind the last of them."""
+        """Say whether the worker may begin its next step; where all are `meeting`, only behind the last of them."""
         bound = 0 if meeting else self._bound
         return bound is None or self.clock[worker] - min(self.clock) <= bound
 
     def read(self, worker: int, meeting: bool = False) -> int:
-        """The worker reads the weights, to begin its next step; their version."""
+        """Count a read of the weights, before the worker's next step; return their version."""
         self._to_read.discard(worker)
         if meeting:
             self._met = self.clock[worker]

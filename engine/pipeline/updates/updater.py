@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from engine.gradients.background import ReduceThread
 from engine.gradients.buckets import Reducer
 from engine.gradients.division import Division
+from engine.gradients.grad_hooks import GradHooks
 from engine.gradients.order import Order
 from engine.gradients.shards import ShardedReducer
-from engine.gradients.watch import Watch
 from engine.pipeline.communicators import Communicators
 from engine.pipeline.executor import Observer
 from engine.pipeline.stage.stage import Stage
@@ -99,7 +99,7 @@ class Updater:
         self.reducers: dict[int, Reducer] = {s: self._reducer(s) for s in reduced}
         self.sharded = {s: r for s, r in sorted(self.reducers.items()) if isinstance(r, ShardedReducer)}
         self.update = self._update()
-        self._hooks = [Watch([p for _, p in reducer.named], reducer.seen) for reducer in self.reducers.values()]
+        self._hooks = [GradHooks([p for _, p in reducer.named], reducer.seen) for reducer in self.reducers.values()]
         self.clip_norms = self.norms(rules.clip_norm_type)
         self._earlier: list[tuple[nn.Parameter, Tensor]] = []  # gradients of steps before this one
 

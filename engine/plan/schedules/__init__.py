@@ -1,28 +1,11 @@
 """Schedules as data: `build("1f1b", ranks=4, microbatches=8)` returns a compute-only Program.
 
-Adding a schedule: write its file, decorate its function, import it below.
+A schedule is one file in this folder with a function that `@schedule` decorates; every file here is imported.
 """
 
-from engine.plan.schedules import (
-    chimera,
-    csv_file,
-    dualpipe,
-    dualpipe_v,
-    forward_only,
-    gpipe,
-    hanayo,
-    interleaved_1f1b,
-    looped_bfs,
-    naive,
-    one_f_one_b,
-    pipedream,
-    pipedream_2bw,
-    v_half,
-    v_min,
-    zb_h1,
-    zb_h2,
-    zb_v,
-)
+import importlib
+import pkgutil
+
 from engine.plan.schedules.forward_only import evaluation
 from engine.plan.schedules.registry import (
     SCHEDULES,
@@ -38,25 +21,16 @@ __all__ = [
     "ScheduleInfo",
     "Stream",
     "build",
-    "chimera",
-    "csv_file",
-    "dualpipe",
-    "dualpipe_v",
     "evaluation",
-    "forward_only",
-    "gpipe",
-    "hanayo",
-    "interleaved_1f1b",
     "largest_legal_microbatches",
-    "looped_bfs",
-    "naive",
     "offered_schedules",
-    "one_f_one_b",
-    "pipedream",
-    "pipedream_2bw",
-    "v_half",
-    "v_min",
-    "zb_h1",
-    "zb_h2",
-    "zb_v",
 ]
+
+
+def discover() -> None:
+    """Import every file of this folder, so that its schedules register themselves."""
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+
+
+discover()

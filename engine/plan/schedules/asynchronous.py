@@ -18,7 +18,7 @@ from engine.plan.schedules.one_f_one_b import one_f_one_b
 
 
 def unflushed(name: str, ranks: int, updates: Sequence[int]) -> Program:
-    """The 1F1B program of all micro-batches, `updates[k]` of them (1 or more) in the k-th update."""
+    """Build the 1F1B program of all micro-batches, `updates[k]` of them (1 or more) in the k-th update."""
     lasts = np.cumsum(np.asarray(updates, dtype=np.int64)) - 1
     plain = one_f_one_b(ranks, int(lasts[-1]) + 1)
     rows = []

@@ -6,7 +6,7 @@ slots later. Six slots are what it costs a rank (F, I and W of two chunks), so i
 a block keeps an activation tells the peak.
 
     repeat    the block for every micro-batch; W has no slots of its own and takes those that are left
-    reorder   what can begin earlier without raising the peak is pulled into free slots (pulling.py)
+    reorder   what can begin earlier without raising the peak is pulled into free slots (squeeze.py)
     squeeze   every action as early as its row and its messages allow: what execution does with a row anyhow
 """
 
@@ -18,14 +18,14 @@ import numpy as np
 
 from engine.plan.actions import Op, Program, Row, pack
 from engine.plan.schedules.placements import vee
-from engine.plan.schedules.pulling import F0, F1, I0, I1, Slots, pull, weights
+from engine.plan.schedules.squeeze import F0, F1, I0, I1, Slots, pull, weights
 
 PERIOD = 6
 Block = Callable[[int, int], tuple[int, int, int, int]]  # (ranks, rank) -> slots of F0, F1, I1, I0
 
 
 def build_from(name: str, block: Block, ranks: int, microbatches: int) -> Program:
-    """The program that repeats `block` for every micro-batch."""
+    """Build the program that repeats `block` for every micro-batch."""
     starts = np.array([block(ranks, rank) for rank in range(ranks)])
     repeated: Slots = starts[:, :, None] + PERIOD * np.arange(microbatches)
     slots = pull(repeated)

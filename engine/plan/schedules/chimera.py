@@ -23,7 +23,9 @@ def _requires(ranks: int, microbatches: int) -> str | None:
 
 @schedule("chimera", "two pipelines in opposite directions, two copies of each stage", requires=_requires)
 def chimera(ranks: int, microbatches: int) -> Program:
-    """P=2, M=4; of each two micro-batches the first enters at rank 0, the second at rank 1:
+    """Build Chimera: two pipelines in opposite directions, two copies of each stage.
+
+    P=2, M=4; of each two micro-batches the first enters at rank 0, the second at rank 1:
 
         rank 0 | 0F0 1F1 1B1 0B0 0F2 1F3 1B3 0B2
         rank 1 | 0F1 1F0 1B0 0B1 0F3 1F2 1B2 0B3

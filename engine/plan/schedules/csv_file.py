@@ -33,7 +33,9 @@ def _requires(ranks: int, microbatches: int, path: Any = None) -> str | None:
 
 @schedule("csv", "the program in the CSV file schedule.path", requires=_requires, ascending=False)
 def csv(ranks: int, microbatches: int, *, path: str | None = None) -> Program:
-    """One row per rank, one action per cell:
+    """Build the program in the CSV file `path`.
+
+    One row per rank, one action per cell:
 
     0F0,0F1,0B0,0B1
     1F0,1B0,1F1,1B1

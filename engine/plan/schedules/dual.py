@@ -22,9 +22,10 @@ from engine.plan.schedules.tape import Tape
 
 
 def dual_row(stages: Sequence[int], microbatches: Sequence[range], outer: int, depth: int, alone: bool) -> Row:
-    """The row of a rank with the stages of ways 0 and 1. `alone`: at the turn, where the first pair is not overlapped.
+    """Return the row of a rank with the stages of ways 0 and 1.
 
-    (What the first backward there needs is made by the forward it would overlap.)
+    `alone`: at the turn, where the first pair is not overlapped. (What the first backward there needs is made by the
+    forward it would overlap.)
     """
     tape = Tape(stages, microbatches)
     inner = depth - outer - 1

@@ -25,7 +25,9 @@ def _requires(ranks: int, microbatches: int) -> str | None:
 
 @schedule("dualpipe", "both directions at once, two copies of each stage, overlapped pairs", requires=_requires)
 def dualpipe(ranks: int, microbatches: int) -> Program:
-    """P=2, M=4; micro-batches 0 and 1 enter at rank 0, 2 and 3 at rank 1:
+    """Build DualPipe: both directions at once, two copies of each stage, overlapped pairs.
+
+    P=2, M=4; micro-batches 0 and 1 enter at rank 0, 2 and 3 at rank 1:
 
     rank 0 | 0F0 1F2 0F1 1B2 -   1F3&0B0 -   1B3 -   0I1 0W1
     rank 1 | 0F2 1F0 0F3 1B0 -   1F1&0B2 -   1B1 -   0I3 0W3

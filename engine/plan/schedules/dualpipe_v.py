@@ -24,7 +24,9 @@ def _requires(ranks: int, microbatches: int) -> str | None:
     "dualpipe_v", "DualPipe folded to a V: overlapped pairs without a second copy of the weights", requires=_requires
 )
 def dualpipe_v(ranks: int, microbatches: int) -> Program:
-    """P=2, M=4, two chunks of half a rank's work each:
+    """Build DualPipeV: DualPipe folded to a V: overlapped pairs without a second copy of the weights.
+
+    P=2, M=4, two chunks of half a rank's work each:
 
     rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3&3B1 -   .   3F2&0B0 -   3B2 -   .   3F3&0B1 -   3B3 -   0I2 0W2 0I3 0W3
     rank 1 | .   1F0 2F0 1F1 2F1 1F2 2B0 -   2F2&1B0 -   1F3&2B1 -   2F3&1B1 -   2B2 -   1B2 -   .   2I3 1I3 2W3 1W3

@@ -7,7 +7,9 @@ from engine.plan.schedules.registry import schedule
 
 @schedule("forward_only", "evaluation: forwards only", offered=False)
 def forward_only(ranks: int, microbatches: int) -> Program:
-    """P=3, M=4; time goes right, the number is the micro-batch:
+    """Build an evaluation: forwards only.
+
+    P=3, M=4; time goes right, the number is the micro-batch:
 
         rank 0 | F0 F1 F2 F3 .  .
         rank 1 | .  F0 F1 F2 F3 .
@@ -19,7 +21,7 @@ def forward_only(ranks: int, microbatches: int) -> Program:
 
 
 def evaluation(placement: Placement, microbatches: int) -> Program:
-    """Forwards only where the stages of a training schedule lie; of two copies of a stage the first is used.
+    """Build forwards only where the stages of a training schedule lie; of two copies the first is used.
 
     The deepest stage goes first, so that a rank with several chunks takes in a message before it sends many: channels
     over which nothing comes back hold few.

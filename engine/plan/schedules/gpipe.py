@@ -11,7 +11,9 @@ from engine.plan.schedules.registry import schedule
 
 @schedule("gpipe", "all forwards, then all backwards; M micro-batches in flight")
 def gpipe(ranks: int, microbatches: int) -> Program:
-    """P=3, M=4, a backward as long as a forward:
+    """Build GPipe: all forwards, then all backwards; M micro-batches in flight.
+
+    P=3, M=4, a backward as long as a forward:
 
         rank 0 | F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3
         rank 1 | .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .

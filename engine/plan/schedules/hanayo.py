@@ -17,7 +17,9 @@ from engine.plan.schedules.registry import schedule
 
 @schedule("hanayo", "waves: stages in a zig-zag over the ranks, backwards first", requires=at_least("waves", 1))
 def hanayo(ranks: int, microbatches: int, *, waves: int = 1) -> Program:
-    """P=2, M=4, one wave, two chunks of half a rank's work each:
+    """Build Hanayo: waves of stages in a zig-zag over the ranks, backwards first.
+
+    P=2, M=4, one wave, two chunks of half a rank's work each:
 
     rank 0 | 0F0 0F1 0F2 3F0 3B0 3F1 3B1 0B0 0F3 0B1 .   3F2 3B2 3F3 3B3 0B2 .   0B3
     rank 1 | .   1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1 1F2 2F2 1F3 2F3 2B2 1B2 2B3 1B3 .

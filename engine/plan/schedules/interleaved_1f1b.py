@@ -21,7 +21,9 @@ from engine.plan.schedules.registry import schedule
     requires=at_least("chunks", 1),
 )
 def interleaved_1f1b(ranks: int, microbatches: int, *, chunks: int = 2) -> Program:
-    """P=2, M=4, two chunks of half a rank's work each:
+    """Build interleaved 1F1B: 1F1B over v chunks per rank; the bubble of 1F1B divided by v.
+
+    P=2, M=4, two chunks of half a rank's work each:
 
         rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 0B2 0B3
         rank 1 | .   1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 .

@@ -15,7 +15,7 @@ _Job = tuple[bool, int, int]  # (is a forward, -stage, micro-batch): the smalles
 
 
 def listed(name: str, placement: Placement, microbatches: int, backward: bool = True) -> Program:
-    """F and, with `backward`, B of every (stage, micro-batch), in the order in which they would be begun."""
+    """Build F and, with `backward`, B of every (stage, micro-batch), in the order in which they would be begun."""
     rows: list[list[Action]] = [[] for _ in range(placement.ranks)]
     ready: list[list[_Job]] = [[] for _ in range(placement.ranks)]
     for m in range(microbatches):

@@ -19,7 +19,9 @@ from engine.plan.schedules.registry import schedule
     "looped_bfs", "GPipe over v chunks per rank, breadth first; Mv chunks in flight", requires=at_least("chunks", 1)
 )
 def looped_bfs(ranks: int, microbatches: int, *, chunks: int = 2) -> Program:
-    """P=2, M=4, two chunks of half a rank's work each:
+    """Build looped breadth first: GPipe over v chunks per rank, breadth first; Mv chunks in flight.
+
+    P=2, M=4, two chunks of half a rank's work each:
 
         rank 0 | 0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3 .   .   2B0 2B1 2B2 2B3 0B0 0B1 0B2 0B3
         rank 1 | .   1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 3B0 3B1 3B2 3B3 1B0 1B1 1B2 1B3 .

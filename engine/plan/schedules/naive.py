@@ -11,7 +11,9 @@ from engine.plan.schedules.registry import schedule
 
 @schedule("naive", "one micro-batch at a time, one rank at a time")
 def naive(ranks: int, microbatches: int) -> Program:
-    """P=3, M=2, a backward as long as a forward; time goes right, the number is the micro-batch:
+    """Build naive model parallelism: one micro-batch at a time, one rank at a time.
+
+    P=3, M=2, a backward as long as a forward; time goes right, the number is the micro-batch:
 
         rank 0 | F0 .  .  .  .  B0 F1 .  .  .  .  B1
         rank 1 | .  F0 .  .  B0 .  .  F1 .  .  B1 .

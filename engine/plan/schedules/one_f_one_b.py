@@ -13,7 +13,9 @@ from engine.plan.schedules.registry import schedule
 
 @schedule("1f1b", "one forward, one backward in turn; min(P-r, M) micro-batches in flight on rank r")
 def one_f_one_b(ranks: int, microbatches: int) -> Program:
-    """P=3, M=4, a backward as long as a forward:
+    """Build 1F1B: one forward, one backward in turn; min(P-r, M) micro-batches in flight on rank r.
+
+    P=3, M=4, a backward as long as a forward:
 
         rank 0 | F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
         rank 1 | .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def at_least(option: str, least: int) -> Callable[..., str | None]:
-    """The option is a whole number of at least `least`; any ranks and micro-batches will do."""
+    """Require a whole number of at least `least` for an option; any ranks and micro-batches will do."""
 
     def requires(ranks: int, microbatches: int, **options: Any) -> str | None:
         value = options.get(option, least)
@@ -19,6 +19,6 @@ def at_least(option: str, least: int) -> Callable[..., str | None]:
 
 
 def allowed(microbatches: int, least: int, step: int) -> str:
-    """`8, 10, 12, ...`: the allowed numbers of micro-batches nearest to the one that is not."""
+    """List the allowed numbers of micro-batches nearest to the one that is not: `8, 10, 12, ...`."""
     first = max(least, (microbatches - 1) // step * step)
     return ", ".join(str(first + k * step) for k in range(3)) + ", ..."

@@ -41,7 +41,9 @@ def _requires(ranks: int, microbatches: int, vertical_sync: Any = False) -> str 
     stream=Stream(_stream, per_update=lambda microbatches: 1),
 )
 def pipedream(ranks: int, microbatches: int, *, vertical_sync: bool = False) -> Program:
-    """P=3, M=5; a window of M updates (a run's program goes on from one drain to the next):
+    """Build PipeDream.
+
+    P=3, M=5; a window of M updates (a run's program goes on from one drain to the next):
 
     rank 0 | F0 F1 F2 .  .  B0 F3 B1 F4 B2 .  B3 .  B4      an update after every B
     rank 1 | .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 .  B4 .

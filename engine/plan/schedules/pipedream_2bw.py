@@ -40,7 +40,9 @@ def _requires(ranks: int, microbatches: int) -> str | None:
     stream=Stream(_stream, per_update=lambda microbatches: microbatches),
 )
 def pipedream_2bw(ranks: int, microbatches: int) -> Program:
-    """P=2, M=2; two updates (a run's program goes on from one drain to the next, this one is of the first alone):
+    """Build PipeDream-2BW.
+
+    P=2, M=2; two updates (a run's program goes on from one drain to the next, this one is of the first alone):
 
     rank 0 | F0 F1 .  B0 F2 B1 F3 B2 .  B3      an update after B1 and B3; F2 and F3 read what F0 and F1 read
     rank 1 | .  F0 B0 F1 B1 F2 B2 F3 B3 .

@@ -16,21 +16,21 @@ from engine.plan.actions import Placement
 
 
 def round_robin(ranks: int, chunks: int) -> Placement:
-    """Stage s on rank s mod P: chunk c of rank r is stage c*P + r (Megatron-LM's interleaving)."""
+    """Place stage s on rank s mod P: chunk c of rank r is stage c*P + r (Megatron-LM's interleaving)."""
     return Placement(ranks, (tuple(range(ranks)) * chunks,))
 
 
 def zigzag(ranks: int, waves: int) -> Placement:
-    """Down the ranks and up again, `waves` times: 2 stages per rank and wave."""
+    """Place stages down the ranks and up again, `waves` times: 2 stages per rank and wave."""
     return Placement(ranks, ((*range(ranks), *reversed(range(ranks))) * waves,))
 
 
 def vee(ranks: int) -> Placement:
-    """Rank r holds stages r and 2P-1-r; the first and the last stage share rank 0."""
+    """Place stages r and 2P-1-r on rank r; the first and the last stage share rank 0."""
     return zigzag(ranks, 1)
 
 
 def both_ways(ranks: int, direction: Sequence[int]) -> Placement:
-    """Stage s on rank s for micro-batches of direction 0 (down), and on rank P-1-s for those of direction 1 (up)."""
+    """Place stage s on rank s for micro-batches of direction 0 (down), on rank P-1-s for direction 1 (up)."""
     down = tuple(range(ranks))
     return Placement(ranks, (down, down[::-1]), tuple(direction))

@@ -50,11 +50,11 @@ class ScheduleInfo:
     stream: Stream | None = None
 
     def per_update(self, microbatches: int) -> int:
-        """Micro-batches of one update (and pass) in a run that is configured for so many."""
+        """Return the micro-batches of one update (and pass) in a run that is configured for so many."""
         return self.stream.per_update(microbatches) if self.stream else microbatches
 
     def complaint(self, ranks: int, microbatches: int, options: Mapping[str, Any]) -> str | None:
-        """Why the schedule is not defined there, or None where it is."""
+        """Say why the schedule is not defined there; None where it is."""
         return self.requires(ranks, microbatches, **options) if self.requires else None
 
 
@@ -82,12 +82,12 @@ def schedule(
 
 
 def offered_schedules() -> list[str]:
-    """Names a user may choose, sorted."""
+    """Return the names that a user may choose, sorted."""
     return sorted(name for name, info in SCHEDULES.items() if info.offered)
 
 
 def build(name: str, ranks: int, microbatches: int, options: Mapping[str, Any] | None = None) -> Program:
-    """The compute-only program of schedule `name`.
+    """Build the compute-only program of schedule `name`.
 
     Raises ValueError for an unknown schedule or option, for ranks or micro-batches below 1, and where the schedule is
     not defined.
@@ -105,7 +105,7 @@ def build(name: str, ranks: int, microbatches: int, options: Mapping[str, Any] |
 def largest_legal_microbatches(
     name: str, ranks: int, microbatches: int, options: Mapping[str, Any] | None = None
 ) -> int | None:
-    """The largest M <= `microbatches` for which the schedule is defined, or None where there is none."""
+    """Return the largest M <= `microbatches` for which the schedule is defined, or None."""
     options = dict(options or {})
     info = _checked(name, ranks, microbatches, options)
     legal = (m for m in range(microbatches, 0, -1) if info.complaint(ranks, m, options) is None)

@@ -15,10 +15,11 @@ from engine.plan.actions import Action, Op, Row
 
 
 class Tape:
-    """The row of one rank. Chunks are the rank's stages by a local number, 0, 1, ...
+    """The row of one rank, written by counting.
 
-    `stages[chunk]` is the stage, `microbatches[chunk]` the micro-batches it sees, ascending. The weight-gradient
-    halves wait in one queue in the order of their input-gradient halves.
+    Chunks are the rank's stages by a local number, 0, 1, ... `stages[chunk]` is the stage, `microbatches[chunk]` the
+    micro-batches it sees, ascending. The weight-gradient halves wait in one queue in the order of their input-gradient
+    halves.
     """
 
     def __init__(self, stages: Sequence[int], microbatches: Sequence[range]) -> None:
@@ -29,35 +30,36 @@ class Tape:
         self._codes: list[int] = []
 
     def forward(self, chunk: int = 0, fused: bool = False) -> None:
-        """F of the chunk's next micro-batch; `fused`: overlapped with what is written next."""
+        """Write F of the chunk's next micro-batch; `fused`: overlapped with what is written next."""
         self._write(chunk, Op.F, self._next(chunk, self._forwards), fused)
 
     def backward(self, chunk: int = 0) -> None:
-        """The full backward of the chunk's next micro-batch."""
+        """Write the full backward of the chunk's next micro-batch."""
         self._write(chunk, Op.B, self._next(chunk, self._backwards))
 
     def half(self, chunk: int = 0) -> None:
-        """I of the chunk's next micro-batch; its W waits from now on."""
+        """Write I of the chunk's next micro-batch; its W waits from now on."""
         microbatch = self._next(chunk, self._backwards)
         self._write(chunk, Op.I, microbatch)
         self._waiting[chunk].append((len(self._codes), microbatch))
 
     def weight(self, chunk: int | None = None) -> None:
-        """The W that has waited longest, of one chunk or of all."""
+        """Write the W that has waited longest, of one chunk or of all."""
         owners = [k for k, queue in enumerate(self._waiting) if queue and chunk in (None, k)]
         owner = min(owners, key=lambda k: self._waiting[k][0])
         _, microbatch = self._waiting[owner].popleft()
         self._write(owner, Op.W, microbatch)
 
     def left(self, chunk: int = 0) -> int:
-        """How many forwards the chunk has yet to write."""
+        """Return how many forwards the chunk has yet to write."""
         return len(self._microbatches[chunk]) - self._forwards[chunk]
 
     def waiting(self, chunk: int | None = None) -> int:
-        """How many W wait, of one chunk or of all."""
+        """Return how many W wait, of one chunk or of all."""
         return sum(map(len, self._waiting)) if chunk is None else len(self._waiting[chunk])
 
     def row(self) -> Row:
+        """Return what was written, packed."""
         return np.array(self._codes, dtype=np.int64)
 
     def _next(self, chunk: int, counters: list[int]) -> int:

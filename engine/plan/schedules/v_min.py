@@ -9,7 +9,9 @@ from engine.plan.schedules.registry import schedule
 
 @schedule("v_min", "split backwards on a V, with a third of 1F1B's memory and two thirds of its bubble")
 def v_min(ranks: int, microbatches: int) -> Program:
-    """P=2, M=3, two chunks of half a rank's work each:
+    """Build V-Min: split backwards on a V, with a third of 1F1B's memory and two thirds of its bubble.
+
+    P=2, M=3, two chunks of half a rank's work each:
 
     rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0I0 3I1 0W0 3W1 0I1 0W1 3F2 3I2 3W2 .   0I2 0W2
     rank 1 | .   1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 2I1 1I1 1W0 2F2 2W1 1W1 2I2 1I2 2W2 1W2

@@ -14,7 +14,9 @@ from engine.plan.schedules.tape import Tape
 
 @schedule("zb_h1", "1F1B with delayed weight gradients; a third of its bubble, P activations on every rank")
 def zb_h1(ranks: int, microbatches: int) -> Program:
-    """P=3, M=4:
+    """Build ZB-H1: 1F1B with delayed weight gradients; a third of its bubble, P activations on every rank.
+
+    P=3, M=4:
 
         rank 0 | F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
         rank 1 | .  F0 F1 .  I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
@@ -27,7 +29,7 @@ def zb_h1(ranks: int, microbatches: int) -> Program:
 
 
 def delayed_row(stage: int, warmup: int, lag: int, microbatches: int) -> Row:
-    """`warmup` forwards, then I, the W of `lag` micro-batches before, and the next F in turn, then what W is left."""
+    """Write `warmup` F, then I, the W of `lag` micro-batches before, and the next F in turn, then what W is left."""
     tape = Tape([stage], [range(microbatches)])
     for _ in range(warmup):
         tape.forward()

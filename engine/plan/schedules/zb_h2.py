@@ -14,7 +14,9 @@ from engine.plan.schedules.zb_h1 import delayed_row
 
 @schedule("zb_h2", "ZB-H1 with 2P-1 activations on every rank; no bubble where F, I and W take equally long")
 def zb_h2(ranks: int, microbatches: int) -> Program:
-    """P=3, M=5:
+    """Build ZB-H2: ZB-H1 with 2P-1 activations on every rank; no bubble where F, I and W take equally long.
+
+    P=3, M=5:
 
     rank 0 | F0 F1 F2 F3 F4 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4 .  .
     rank 1 | .  F0 F1 F2 I0 F3 I1 F4 I2 W0 I3 W1 I4 W2 W3 W4 .

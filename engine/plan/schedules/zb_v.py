@@ -15,7 +15,9 @@ from engine.plan.schedules.tape import Tape
 
 @schedule("zb_v", "split backwards on a V; no bubble where F, I and W take equally long, with 1F1B's memory")
 def zb_v(ranks: int, microbatches: int) -> Program:
-    """P=2, M=3, two chunks of half a rank's work each:
+    """Build ZB-V: split backwards on a V; no bubble where F, I and W take equally long, with 1F1B's memory.
+
+    P=2, M=3, two chunks of half a rank's work each:
 
         rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2 .
         rank 1 | .   1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.categories import BY_NAME, Colour, as_data
 from engine.plan.timeline import Kind
 
-Colour = tuple[int, int, int]
-
-INK, QUIET, PAPER = (30, 30, 30), (110, 110, 110), (255, 255, 255)
+INK, QUIET, PAPER = "#1e1e1e", "#6e6e6e", "#ffffff"
 COLOURS: dict[Kind, Colour] = {
-    Kind.F: (86, 180, 233),  # sky blue
-    Kind.B: (230, 159, 0),  # orange
-    Kind.I: (230, 159, 0),
-    Kind.W: (0, 158, 115),  # bluish green
-    Kind.STEP: (204, 121, 167),  # reddish purple
-    Kind.REDUCE: (213, 94, 0),  # vermillion
-    Kind.GATHER: (153, 153, 51),  # olive
-    Kind.WAIT_DATA: (240, 228, 66),  # yellow
+    Kind.F: BY_NAME["compute"].colour,  # sky blue
+    Kind.B: "#e69f00",  # orange
+    Kind.I: "#e69f00",
+    Kind.W: "#009e73",  # bluish green
+    Kind.STEP: BY_NAME["optimizer"].colour,  # reddish purple
+    Kind.WAIT_DATA: BY_NAME["data"].colour,  # yellow
+    Kind.REDUCE: BY_NAME["reduce"].colour,  # vermillion
+    Kind.GATHER: "#999933",  # olive
 }
 WORDS = {
     Kind.F: "forward",
@@ -29,42 +28,20 @@ WORDS = {
     Kind.I: "input-gradient half",
     Kind.W: "weight-gradient half",
     Kind.STEP: "optimizer step",
+    Kind.WAIT_DATA: "waiting for data",
     Kind.REDUCE: "reduction (behind)",
     Kind.GATHER: "gathering (behind)",
-    Kind.WAIT_DATA: "waiting for data",
 }
-# The names of the account. What is also a kind has that kind's colour; waits for messages are shades apart from them.
-NAME_COLOURS: dict[str, Colour] = {
-    "compute": COLOURS[Kind.F],
-    "fill": (170, 178, 189),
-    "stall": (106, 81, 163),
-    "transfer": (0, 114, 178),  # blue
-    "reduce": COLOURS[Kind.REDUCE],
-    "optimizer": COLOURS[Kind.STEP],
-    "data": COLOURS[Kind.WAIT_DATA],
-    "drain": (205, 209, 214),
-    "other": (120, 108, 96),
-}
-# The bars of the waterfall: those that the account has too look the same there.
-BAR_COLOURS: dict[str, Colour] = {
-    "work": COLOURS[Kind.F],
-    "schedule": NAME_COLOURS["fill"],
-    "imbalance": NAME_COLOURS["stall"],
-    "variation": COLOURS[Kind.B],
-    **{name: NAME_COLOURS[name] for name in ("transfer", "reduce", "optimizer", "data")},
-    "rest": NAME_COLOURS["other"],
-}
-
 
 # One after another, for what has no colour of its own. Yellow is too faint for lines on paper.
 SERIES: tuple[Colour, ...] = (
-    (0, 114, 178),  # blue
-    (213, 94, 0),  # vermillion
-    (0, 158, 115),  # bluish green
-    (204, 121, 167),  # reddish purple
-    (230, 159, 0),  # orange
-    (86, 180, 233),  # sky blue
-    (120, 108, 96),  # a grey that is warm
+    "#0072b2",  # blue
+    "#d55e00",  # vermillion
+    "#009e73",  # bluish green
+    "#cc79a7",  # reddish purple
+    "#e69f00",  # orange
+    "#56b4e9",  # sky blue
+    "#786c60",  # a grey that is warm
 )
 
 
@@ -72,41 +49,33 @@ SERIES: tuple[Colour, ...] = (
 THEMES: dict[str, dict[str, Colour]] = {
     "light": {
         "paper": PAPER,
-        "card": (246, 247, 248),
-        "line": (223, 226, 230),
-        "ink": (30, 34, 38),
-        "quiet": (105, 112, 122),
-        "accent": (179, 0, 107),
+        "card": "#f6f7f8",
+        "line": "#dfe2e6",
+        "ink": "#1e2226",
+        "quiet": "#69707a",
+        "accent": "#b3006b",
     },
     "dark": {
-        "paper": (34, 38, 43),
-        "card": (42, 47, 53),
-        "line": (60, 67, 75),
-        "ink": (236, 239, 242),
-        "quiet": (154, 163, 173),
-        "accent": (255, 122, 196),
+        "paper": "#22262b",
+        "card": "#2a2f35",
+        "line": "#3c434b",
+        "ink": "#eceff2",
+        "quiet": "#9aa3ad",
+        "accent": "#ff7ac4",
     },
 }
 
 
 def style(theme: str, selector: str = ":root") -> str:
     """A theme's colours as a rule of CSS: `var(--ink)` and its siblings, and what the browser itself draws."""
-    colours = "".join(f"--{name}:{hexadecimal(colour)};" for name, colour in THEMES[theme].items())
+    colours = "".join(f"--{name}:{colour};" for name, colour in THEMES[theme].items())
     return f"{selector}{{{colours}color-scheme:{theme}}}\n"
 
 
-def hexadecimal(colour: Colour) -> str:
-    """As a page writes it."""
-    return "#{:02x}{:02x}{:02x}".format(*colour)
-
-
-def by_name() -> dict[str, dict[str, Any]]:
-    """For a page: colours by kind of action, by name of the account and by theme, and what kinds are called."""
-    return {
-        "kinds": {kind.name: hexadecimal(colour) for kind, colour in COLOURS.items()},
-        "names": {name: hexadecimal(colour) for name, colour in NAME_COLOURS.items()},
-        "themes": {
-            theme: {name: hexadecimal(colour) for name, colour in colours.items()} for theme, colours in THEMES.items()
-        },
+def for_page() -> dict[str, Any]:
+    """What a page needs to draw a timeline: the categories, colours and words of kinds of action, and themes."""
+    return as_data() | {
+        "kinds": {kind.name: colour for kind, colour in COLOURS.items()},
+        "themes": THEMES,
         "words": {kind.name: word for kind, word in WORDS.items()},
     }

@@ -1,121 +1,184 @@
-"""The front of time against memory, and speed-up over workers with its law."""
+"""Charts of plotly: the front of time against memory, speed-up over workers with its law, all keys and figures at once.
+
+A chart is data for plotly's script, which draws it in the page: it can be zoomed, its series can be hidden, and what is
+pointed at is named. Colours of text and lines are the page's own and are set by its script.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
 from engine.report.sweep import marks
-from engine.report.sweep.axes import Box, Place, frame, linear, scaled_ticks
-from engine.report.sweep.markup import Markup, tag
-from engine.report.sweep.panels import layout_of
+from engine.report.sweep.axes import short
+from engine.report.sweep.markup import plain, printable
 from engine.report.sweep.pareto import Front
-from engine.report.sweep.results import Sweep, word
+from engine.report.sweep.results import (
+    COST,
+    IDEAL,
+    MEASURED,
+    METRICS,
+    PREDICTED,
+    SEED,
+    STEP,
+    Metric,
+    Result,
+    Sweep,
+    number,
+    word,
+)
 from engine.report.sweep.scaling import Curve
 
-WIDE, SMALL = (760, 380), (420, 300)  # width and height of a drawing
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+BUBBLES = (IDEAL, PREDICTED, MEASURED)
+QUIET, LIMIT = "#8a929c", "#d55e00"
 SAMPLES = 60  # points of a drawn law
-LETTER = 7.0  # about the width of one
+NAMED = 12  # jobs on a front that have their names beside them
+MOST_WORDS = 40  # values of a key that are words, on an axis
 
 
-def _box(drawing: tuple[int, int]) -> Box:
-    return Box(56, 14, drawing[0] - 20, drawing[1] - 42)
+@dataclass(frozen=True)
+class Chart:
+    """A figure, what it is called, and its height in pixels."""
+
+    label: str
+    figure: Figure
+    height: int
+
+    def content(self) -> dict[str, Any]:
+        """The figure as plain data."""
+        found: dict[str, Any] = json.loads(self.figure.to_json())
+        return {"label": printable(self.label), **found}
 
 
-def front_chart(sweep: Sweep, found: Front, wide: bool) -> Markup:
-    """All jobs; those on the front in their series' colours, joined by the line below which there is none."""
-    drawing = WIDE if wide else SMALL
-    box = _box(drawing)
-    left, right = _padded([point[0] for point in found.points])
-    low, high = _padded([point[1] for point in found.points])
-    across, up = linear(left, right, box.left, box.right), linear(low, high, box.bottom, box.top)
-    (time, time_unit), (memory, memory_unit) = found.time.unit(right), found.memory.unit(high)
-    drawn = frame(
-        box, scaled_ticks(low, high, up, memory), scaled_ticks(left, right, across, time, 8),
-        "",
-    )  # fmt: skip
-    best = [found.points[index] for index in found.best]
-    ends = [*(point[0] for point in best[1:]), right]
-    steps = [f"V{up(point[1]):.1f}H{across(end):.1f}" for point, end in zip(best, ends, strict=True)]
-    drawn.append(tag("path", d=f"M{across(best[0][0]):.1f} {box.top}{''.join(steps)}", class_="front"))
-    key = layout_of(sweep).series
-    names = sweep.varied[key] if key else [""]
-    dominated, chosen, at = [], [], []
-    for index, (seconds, nbytes, result) in enumerate(found.points):
-        x, y = across(seconds), up(nbytes)
-        series = names.index(result.settings[key]) if key and len(names) <= marks.MOST else 0
-        said = f"{found.time.name} {found.time.text(seconds)}\n{found.memory.name} {found.memory.text(nbytes)}"
-        if index in found.best:
-            chosen.append(marks.job_mark(result, series, x, y, said))
-            at.append((x, y, f"job {result.job}"[:24]))
-        else:
-            dominated.append(marks.job_mark(result, series, x, y, f"{said}\ndominated", "dominated"))
-    said = f"{found.memory.name} over {found.time.name}, with the Pareto front"
-    picture = tag(
-        "svg",
-        drawn,
-        dominated,
-        _labels(at, box),
-        chosen,
-        viewBox=f"0 0 {drawing[0]} {drawing[1]}",
-        role="img",
-        aria_label=said,
+def figure(**layout: Any) -> Figure:
+    """An empty figure without plotly's own looks."""
+    from plotly.graph_objects import Figure
+
+    legend = {"orientation": "h", "x": 0, "y": 1, "yanchor": "top", "yref": "container"}
+    usual: dict[str, Any] = {
+        "template": "none", "margin": {"l": 56, "r": 16, "t": 34, "b": 44}, "hovermode": "closest", "legend": legend,
+    }  # fmt: skip
+    return Figure(layout=usual | layout)
+
+
+def front_chart(found: Front, series: str | None, names: Sequence[str]) -> Chart:
+    """All jobs; those on the front in their series' colours, joined by the line below which there is none.
+
+    `series`: the key whose values are `names` that tells the series apart.
+    """
+    from plotly.graph_objects import Scatter
+
+    most = max(seconds for seconds, _, _ in found.points)
+    time, time_unit = found.time.unit(most)
+    memory, memory_unit = found.memory.unit(max(nbytes for _, nbytes, _ in found.points))
+    chart = figure(
+        xaxis={"title": {"text": f"{found.time.name}, {time_unit}"}, "zeroline": False},
+        yaxis={"title": {"text": f"{found.memory.name}, {memory_unit}"}, "zeroline": False},
     )
-    names_ = tag("b", found.memory.name), f" {memory_unit}, over ", tag("b", found.time.name), f" {time_unit}"
-    shapes = [marks.legend(word(key), names)] if key and 1 < len(names) <= marks.MOST else []
-    return tag("figure", tag("figcaption", names_), picture, shapes, class_="wide" if wide else None)
+    best = [found.points[index] for index in found.best]
+    x, y = [*(point[0] / time for point in best), most / time], [point[1] / memory for point in (*best, best[-1])]
+    line = {"color": QUIET, "width": 1.5, "shape": "hv"}
+    chart.add_trace(Scatter(x=x, y=y, mode="lines", line=line, name="Pareto front", hoverinfo="skip"))
+    told = [name for name in names if series and len(names) <= marks.MOST] or [""]
+    groups: dict[tuple[bool, int], list[tuple[Result, float, float, str]]] = {}
+    for index, (seconds, nbytes, result) in enumerate(found.points):
+        own = told.index(result.settings[series]) if series and len(told) > 1 else 0
+        chosen = index in found.best
+        said = f"{found.time.name} {found.time.text(seconds)}\n{found.memory.name} {found.memory.text(nbytes)}"
+        said += "" if chosen else "\ndominated"
+        groups.setdefault((chosen, own), []).append((result, seconds / time, nbytes / memory, said))
+    for (chosen, own), jobs in sorted(groups.items()):
+        name = told[own] or ("on the front" if chosen else "dominated")
+        how: dict[str, Any] = {"legendgroup": plain(name)}
+        if not chosen:
+            chart.add_trace(marks.job_marks(jobs, own, name, QUIET, **how, opacity=0.5, showlegend=not told[own]))
+            continue
+        if len(best) <= NAMED:
+            how |= {"mode": "markers+text", "textposition": "top right"}
+            how |= {"text": [plain(short(f"job {result.job}", 24)) for result, *_ in jobs]}
+        chart.add_trace(marks.job_marks(jobs, own, name, **how))
+    return Chart(f"{found.memory.name} over {found.time.name}, with the Pareto front", chart, 400)
 
 
-def _labels(places: list[tuple[float, float, str]], box: Box) -> list[Markup]:
-    """Names beside their marks, each where no other stands; one that finds no room is left out."""
-    taken: list[tuple[float, float, float, float]] = [(x - 5, y - 5, x + 5, y + 5) for x, y, _ in places]
-    drawn = []
-    for x, y, text in places:
-        wide = LETTER * len(text)
-        for right, base in ((True, y - 7), (True, y + 16), (False, y + 16), (False, y - 7)):
-            start, side = (x + 8, "") if right else (x - 8, "end")
-            left = start - (wide if side else 0)
-            area = (left, base - 10, left + wide, base + 2)
-            free = all(area[2] < t[0] or t[2] < area[0] or area[3] < t[1] or t[3] < area[1] for t in taken)
-            if free and box.left < area[0] and area[2] < box.right + 16:
-                taken.append(area)
-                drawn.append(tag("text", text, x=start, y=base, class_=f"label {side}".strip()))
-                break
-    return drawn
-
-
-def scaling_chart(curve: Curve) -> Markup:
+def scaling_chart(curve: Curve) -> Chart:
     """Measured speed-up as marks, the law as a curve, its limit and one-for-one as lines."""
-    box = _box(SMALL)
+    from plotly.graph_objects import Scatter
+
     most = max(point[0] for point in curve.points)
     end = most * 1.25
     gains = [curve.speedup(point) for point in curve.points]
     high = max(*gains, curve.fit.speedup(end), min(end, 1.4 * max(*gains, 1.0))) * 1.06
-    across, up = linear(0, end, box.left, box.right), linear(0, high, box.bottom, box.top)
     sizes = sorted({point[0] for point in curve.points})
-    drawn = frame(box, scaled_ticks(0, high, up, 1), [(across(size), str(size)) for size in sizes], word(curve.key))
+    chart = figure(
+        xaxis={"title": {"text": plain(word(curve.key))}, "range": [0, end], "tickvals": sizes},
+        yaxis={"title": {"text": "speed-up"}, "range": [0, high]},
+    )
+
+    def line(x: list[float], y: list[float], name: str, **look: Any) -> None:
+        chart.add_trace(Scatter(x=x, y=y, mode="lines", name=name, line=look, hoverinfo="name+y"))
+
     to = min(end, high)
-    drawn.append(tag("path", d=_path([(0, 0), (to, to)], across, up), class_="ideal"))
-    drawn.append(tag("text", "one for one", x=across(0.6 * to) - 8, y=up(0.6 * to) - 2, class_="tick end"))
+    line([0, to], [0, to], "one for one", color=QUIET, dash="dot")
     limit = curve.fit.limit
     if limit is not None and limit <= high:
-        drawn.append(tag("path", d=_path([(0, limit), (end, limit)], across, up), class_="limit"))
-        drawn.append(tag("text", f"limit {limit:.1f}", x=box.left + 6, y=up(limit) - 5, class_="tick"))
+        line([0, end], [limit, limit], f"limit {limit:.1f}", color=LIMIT, dash="dash")
     law = [1 + (end - 1) * k / SAMPLES for k in range(SAMPLES + 1)]
-    drawn.append(tag("path", d=_path([(n, curve.fit.speedup(n)) for n in law], across, up), class_="line s1"))
-    drawn.append(tag("text", curve.fit.law, x=box.right, y=up(curve.fit.speedup(end)) - 7, class_="tick end"))
+    line(law, [curve.fit.speedup(n) for n in law], curve.fit.law, color=QUIET)
     points = []
     for gain, point in zip(gains, curve.points, strict=True):
         said = f"speed-up {gain:.2f}, {curve.fit.law} says {curve.fit.speedup(point[0]):.2f}"
-        points.append(marks.job_mark(point[3], 0, across(point[0]), up(gain), said))
-    title = f"speed-up over {word(curve.key)}"
-    return tag("svg", drawn, points, viewBox=f"0 0 {SMALL[0]} {SMALL[1]}", role="img", aria_label=title)
+        points.append((point[3], float(point[0]), gain, said))
+    chart.add_trace(marks.job_marks(points, 0, "measured"))
+    return Chart(f"speed-up over {word(curve.key)}", chart, 340)
 
 
-def _path(points: list[tuple[float, float]], across: Place, up: Place) -> str:
-    return "M" + " L".join(f"{across(x):.1f} {up(y):.1f}" for x, y in points)
+def parallel_chart(sweep: Sweep) -> Chart | None:
+    """Every job as a line across an axis for each key that was swept and each figure; None where that says nothing."""
+    from plotly.graph_objects import Parcoords
+
+    keys = [key for key in sweep.varied if key != SEED and _axis_of(sweep.varied[key]) is not None]
+    colour = STEP if sweep.known(STEP) else COST
+    metrics = [metric for metric in METRICS if len(sweep.known(metric)) == len(sweep.known(colour)) > 1]
+    jobs = sweep.known(colour)
+    if not keys or not metrics:
+        return None
+    dimensions: list[dict[str, Any]] = []
+    for key in keys:
+        axis, places = _axis_of(sweep.varied[key]) or ({}, {})
+        dimensions.append({"label": plain(word(key)), "values": [places[job.settings[key]] for job in jobs]} | axis)
+    for metric in metrics:
+        values, unit = _in_units(metric, jobs)
+        dimensions.append({"label": f"{metric.name}, {unit}", "values": values})
+    values, unit = _in_units(colour, jobs)
+    look = {"color": values, "colorscale": "Viridis", "showscale": True}
+    look["colorbar"] = {"title": {"text": f"{colour.name}, {unit}", "side": "right"}, "thickness": 12}
+    chart = figure(margin={"l": 80, "r": 40, "t": 60, "b": 24})
+    chart.add_trace(Parcoords(dimensions=dimensions, line=look, labelangle=-12, labelside="top"))
+    return Chart("all keys and figures, a line per job", chart, 380)
 
 
-def _padded(values: list[float]) -> tuple[float, float]:
-    """The interval of the values with some room; from 0 where they come near it."""
-    low, high = min(values), max(values)
-    room = (high - low) * 0.12 or high * 0.2 or 1.0
-    start = low - room
-    return (0.0 if start < 0.25 * high else start), high + room
+def _axis_of(values: Sequence[str]) -> tuple[dict[str, Any], dict[str, float]] | None:
+    """How an axis of these values looks, and where each of them is on it; None for too many words."""
+    numbers = {value: found for value in values if (found := number(value)) is not None}
+    if len(numbers) == len(values):
+        return ({"tickvals": list(numbers.values())} if len(numbers) <= 8 else {}), numbers
+    if len(values) > MOST_WORDS:
+        return None
+    places = {value: float(place) for place, value in enumerate(values)}
+    return {"tickvals": list(places.values()), "ticktext": [printable(short(value, 20)) for value in values]}, places
+
+
+def unit_of(metric: Metric, largest: float) -> tuple[float, str]:
+    """What figures are divided by on an axis, and its unit; bubbles are percentages."""
+    return (0.01, "% of the step") if metric in BUBBLES else metric.unit(largest)
+
+
+def _in_units(metric: Metric, jobs: Sequence[Result]) -> tuple[list[float], str]:
+    figures = [job.figures[metric.key] for job in jobs]
+    divisor, unit = unit_of(metric, max(figures))
+    return [value / divisor for value in figures], unit

@@ -32,7 +32,8 @@ def gustafson(serial: float, workers: float) -> float:
 @dataclass(frozen=True)
 class Fit:
     """`serial`: s, within 0..1. `one`: what was fitted (seconds, or samples per second), at one worker. `deviation`:
-    the root of the mean squared relative deviation. `exact`: two sizes, so that any two times would fit."""
+    the root of the mean squared relative deviation. `exact`: two sizes, so that any two times would fit.
+    """
 
     law: str
     serial: float
@@ -48,6 +49,7 @@ class Fit:
         return 1 / self.serial if self.serial > 0 else None
 
     def speedup(self, workers: float) -> float:
+        """The speed-up that the law gives for so many workers, over one."""
         return (amdahl if self.law == "Amdahl" else gustafson)(self.serial, workers)
 
 
@@ -65,7 +67,7 @@ def fit_gustafson(workers: Sequence[int], rates: Sequence[float]) -> Fit:
 
 
 def _fit(law: str, workers: Sequence[int], values: Sequence[float], of: Callable[[int], float]) -> Fit:
-    """values = a + b of(n), neither a nor b negative; then s = a / (a + b)."""
+    """Fit values = a + b of(n), neither a nor b negative; then s = a / (a + b)."""
     sizes = len(set(workers))
     if sizes < 2:
         found = ", ".join(map(str, sorted(set(workers)))) or "none"

@@ -1,4 +1,4 @@
-"""HTML and SVG as text in which nothing but our own tags is a tag: all text and all attributes are escaped."""
+"""HTML as text in which nothing but our own tags is a tag: all text and all attributes are escaped."""
 
 from __future__ import annotations
 
@@ -41,9 +41,19 @@ def together(children: Child) -> Markup:
     return Markup("".join(together(child) for child in children))
 
 
+def plain(text: str) -> str:
+    """A text for plotly, which reads some tags and entities in whatever it shows: here none is one."""
+    return html.escape(printable(text), quote=False)
+
+
 def _number(value: object) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
 
 
 def _escaped(text: str) -> str:
-    return html.escape(_UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text.encode(errors="replace").decode()))
+    return html.escape(printable(text))
+
+
+def printable(text: str) -> str:
+    """The text, with a sign in place of what HTML has no way to write."""
+    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text.encode(errors="replace").decode())

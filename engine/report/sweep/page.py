@@ -1,18 +1,21 @@
-"""The page of a sweep: one file that needs no other and no network, and works without its script.
+"""The page of a sweep: one file that needs no other and no network.
 
-The script sorts the table and shows a job everywhere where it is pointed at. What came from users (overrides, errors,
-names) is text wherever it stands: see `markup`. The page forbids itself to load anything.
+Charts are plotly's: its script lies in the page, which is about 5 MB for that reason. Our own script sorts the table
+and shows a job everywhere where it is pointed at; the tables can be read without either. What came from users
+(overrides, errors, names) is text wherever it stands: see `markup`. The page forbids itself to load anything.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
-from engine.report.pictures.palette import SERIES, hexadecimal, style
-from engine.report.sweep import charts
+from engine.report.pictures.palette import style
+from engine.report.sweep.charts import Chart, front_chart, parallel_chart, scaling_chart
 from engine.report.sweep.markup import Child, Markup, tag
-from engine.report.sweep.panels import panels
+from engine.report.sweep.panels import layout_of, panels
 from engine.report.sweep.pareto import Front, fronts
 from engine.report.sweep.results import (
     BATCH,
@@ -31,20 +34,29 @@ from engine.report.sweep.scaling import curves, scaling_rows
 from engine.report.sweep.ways import NOTE, way_rows
 
 _HERE = Path(__file__).parent
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+# plotly draws lines across parallel axes by functions that it makes of text, and saves pictures by way of blobs.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline' 'unsafe-eval'; img-src data: blob:"
 MOST_CURVES = 12  # that are drawn
 MOST_VALUES = 16  # of a key, that are listed at the head
+_HOW = (
+    "Point at a mark for its job; a click leads to its line in the table. Drag to zoom in, double-click for the whole; "
+    "a click on a name in the legend hides it."
+)
+_PARALLEL = "Each line is a job. Drag along an axis to keep the lines that cross there; drag its name to move it."
 _LEFT = frozenset({"way", "job", "status", "schedule"})  # columns of words
 
 
 def page(sweep: Sweep, name: str) -> str:
     """The whole page as HTML; `name` of the sweep."""
+    charts = _Charts()
+    lines = parallel_chart(sweep)
     sections = [
         _about(sweep, name),
         _troubles(sweep),
-        _section("Figures", panels(sweep), "Point at a mark for its job; it leads to its line in the table."),
-        _fronts(sweep),
-        _scaling(sweep),
+        _section("Figures", [charts.placed(part) for part in panels(sweep)], _HOW),
+        _fronts(sweep, charts),
+        _section("All at once", [charts.placed(lines)] if lines else [], _PARALLEL),
+        _scaling(sweep, charts),
         _ways(sweep),
         _section("All jobs", [_jobs(sweep)]),
     ]
@@ -55,15 +67,40 @@ def page(sweep: Sweep, name: str) -> str:
         tag("title", f"Sweep {name}"),
         tag("style", Markup(_colours() + (_HERE / "page.css").read_text())),
     ]
-    script = tag("script", Markup((_HERE / "page.js").read_text()))
-    whole = tag("html", tag("head", head), tag("body", tag("main", sections), script), lang="en")
+    scripts = charts.scripts() if charts.contents else None
+    own = tag("script", Markup((_HERE / "page.js").read_text()))
+    whole = tag("html", tag("head", head), tag("body", tag("main", sections), scripts, own), lang="en")
     return f"<!doctype html>\n{whole}\n"
 
 
+class _Charts:
+    """The charts of a page: places for them, and what its script draws there."""
+
+    def __init__(self) -> None:
+        self.contents: list[dict[str, Any]] = []
+
+    def placed(self, part: Chart | Markup) -> Markup:
+        """A chart's place in the page; what is no chart stays as it is."""
+        if isinstance(part, Markup):
+            return part
+        self.contents.append(part.content())
+        number, look = len(self.contents) - 1, f"height:{part.height}px"
+        return tag("div", class_="chart", role="img", aria_label=part.label, data_chart=number, style=look)
+
+    def scripts(self) -> list[Markup]:
+        """The charts as data, and plotly."""
+        from plotly.offline import get_plotlyjs
+
+        content = json.dumps(self.contents, separators=(",", ":")).replace("<", "\\u003c")  # no text ends the element
+        return [
+            tag("script", Markup(content), type="application/json", id="charts"),
+            tag("script", Markup(get_plotlyjs())),
+        ]
+
+
 def _colours() -> str:
-    """Those of the theme that the reader's system has, and of series."""
-    themes = f"{style('light')}@media (prefers-color-scheme: dark) {{\n{style('dark')}}}\n"
-    return themes + "".join(f".s{k}{{--own:{hexadecimal(colour)}}}" for k, colour in enumerate(SERIES)) + "\n"
+    """Those of the theme that the reader's system has."""
+    return f"{style('light')}@media (prefers-color-scheme: dark) {{\n{style('dark')}}}\n"
 
 
 def _section(title: str, content: list[Markup], note: Child = None) -> Markup | None:
@@ -134,18 +171,18 @@ def _troubles(sweep: Sweep) -> Markup | None:
 # -- its parts ---------------------------------------------------------------------------------------------------------
 
 
-def _fronts(sweep: Sweep) -> Markup | None:
+def _fronts(sweep: Sweep, charts: _Charts) -> Markup | None:
     found = fronts(sweep)
     note = "The Pareto front: of these jobs no other is better in one and as good in the other. The dominated are grey."
     if any(each.time.key == "per sample" for each in found):
         note += " Jobs differ in their global batch, so this is the time per sample."
     if len(found) == 1:
-        return _section(found[0].title.capitalize(), _front(sweep, found[0], wide=True), note)
-    parts = [tag("article", tag("h3", each.among or each.title), _front(sweep, each, wide=False)) for each in found]
+        return _section(found[0].title.capitalize(), _front(sweep, found[0], charts), note)
+    parts = [tag("article", tag("h3", each.among or each.title), _front(sweep, each, charts)) for each in found]
     return _section("Time against memory", [tag("div", parts, class_="curves")] if parts else [], note)
 
 
-def _front(sweep: Sweep, found: Front, wide: bool) -> list[Markup]:
+def _front(sweep: Sweep, found: Front, charts: _Charts) -> list[Markup]:
     time, memory = found.time, found.memory
     rows = [["job", *map(word, sweep.swept), time.name, memory.name, "slower than the fastest", "of its memory"]]
     fastest = found.points[found.best[0]]
@@ -153,17 +190,18 @@ def _front(sweep: Sweep, found: Front, wide: bool) -> list[Markup]:
         slower = f"+{100 * (seconds / fastest[0] - 1):.1f} %" if fastest[0] else "-"
         share = f"{100 * kept / fastest[1]:.0f} %" if fastest[1] else "-"
         rows.append([result.job, *result.settings.values(), time.text(seconds), memory.text(kept), slower, share])
-    return [charts.front_chart(sweep, found, wide), _table(rows)]
+    series = layout_of(sweep).series
+    return [charts.placed(front_chart(found, series, sweep.varied[series] if series else [])), _table(rows)]
 
 
-def _scaling(sweep: Sweep) -> Markup | None:
+def _scaling(sweep: Sweep, charts: _Charts) -> Markup | None:
     found, refused = curves(sweep)
     parts = [
         tag(
             "article",
             tag("h3", f"Over {word(curve.key)}" + (f": {curve.common}" if curve.common else "")),
             tag("p", curve.sentence),
-            tag("figure", tag("figcaption", tag("b", "speed-up")), charts.scaling_chart(curve)),
+            charts.placed(scaling_chart(curve)),
             _table(scaling_rows(curve)),
         )
         for curve in found[:MOST_CURVES]

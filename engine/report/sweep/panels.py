@@ -2,27 +2,26 @@
 
     along the axis    micro-batches where they were swept, else the key with the most numbers
     series            the schedule, else the key with the most values
-    rows of panels    every combination of what else was swept
+    a chart for each  combination of what else was swept, with a panel for each figure
 
-A figure has one scale in all rows, and the three bubbles share one.
+A figure has one scale in all charts, and the three bubbles share one.
 """
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from engine.report.pictures.palette import SERIES
 from engine.report.sweep import marks
-from engine.report.sweep.axes import Box, Values, frame, linear, scaled_ticks, values_axis
-from engine.report.sweep.markup import Markup, tag
+from engine.report.sweep.axes import short, values_axis
+from engine.report.sweep.charts import BUBBLES, Chart, figure, unit_of
+from engine.report.sweep.markup import Markup, plain, tag
 from engine.report.sweep.results import (
-    IDEAL,
-    MEASURED,
     METRICS,
     MICROBATCHES,
-    PREDICTED,
     SCHEDULE,
     SEED,
     Metric,
@@ -32,19 +31,22 @@ from engine.report.sweep.results import (
     word,
 )
 
-BUBBLES = (IDEAL, PREDICTED, MEASURED)
-MOST_ROWS = 12  # of panels
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+MOST_CHARTS = 12
 MOST_LINES = 40  # of a map
-WIDE, HIGH = 340, 226
-BOX = Box(52, 10, WIDE - 14, HIGH - 40)
-CELL = 26  # height of a line of a map
-LETTER = 6.4  # about the width of one
+COLUMNS = 3  # panels beside each other
+HIGH, LINE = 210, 22  # pixels of a panel with lines, and of a line of a map
+_MAP = [[0, "rgba(0,114,178,0.06)"], [1, "rgba(0,114,178,0.9)"]]
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Which swept key is what; `along` is None where nothing was swept. `crowded`: keys with too many values to be
-    told apart on a chart."""
+class PanelLayout:
+    """Which swept key is what; `along` is None where nothing was swept.
+
+    `crowded`: keys with too many values to be told apart on a chart.
+    """
 
     along: str | None
     series: str | None = None
@@ -52,47 +54,44 @@ class Layout:
     crowded: tuple[str, ...] = ()
 
 
-def layout_of(sweep: Sweep) -> Layout:
-    """Repetitions (seeds) are drawn on top of each other."""
+def layout_of(sweep: Sweep) -> PanelLayout:
+    """The layout of a sweep's panels. Repetitions (seeds) are drawn on top of each other."""
     keys = [key for key in sweep.varied if key != SEED]
     if not keys:
-        return Layout(None)
+        return PanelLayout(None)
     numeric = [key for key in keys if all(number(value) is not None for value in sweep.varied[key])]
     along = MICROBATCHES if MICROBATCHES in keys else max(numeric or keys, key=lambda key: len(sweep.varied[key]))
     rest = [key for key in keys if key != along]
     crowded = [key for key in rest if len(sweep.varied[key]) > MOST_LINES]
     rest = [key for key in rest if key not in crowded]
     series = SCHEDULE if SCHEDULE in rest else max(rest, key=lambda key: len(sweep.varied[key]), default=None)
-    return Layout(along, series, tuple(key for key in rest if key != series), tuple(crowded))
+    return PanelLayout(along, series, tuple(key for key in rest if key != series), tuple(crowded))
 
 
-def panels(sweep: Sweep) -> list[Markup]:
-    """The rows of panels, with a heading each where there are several."""
+def panels(sweep: Sweep) -> list[Markup | Chart]:
+    """The charts, with a heading each where there are several."""
     layout = layout_of(sweep)
     if layout.along is None:
         return []
-    drawn, names = [], sweep.varied[layout.series] if layout.series else []
-    if len(names) > marks.MOST:
+    drawn: list[Markup | Chart] = []
+    if layout.series and len(sweep.varied[layout.series]) > marks.MOST:
         drawn.append(
-            _note(f"Over {word(layout.along)}. The stronger the colour, the more; the best of a map is framed.")
+            _note(f"Over {word(layout.along)}. The stronger the colour, the more; the best of a map has a star.")
         )
-    elif names:
-        drawn.append(marks.legend(word(layout.series or ""), names))
     if layout.crowded:
         drawn.append(_note(f"Jobs differ in {', '.join(map(word, layout.crowded))} too, which is not told apart here."))
-    rows = _rows(sweep, layout)
-    kinds = [metric for metric in METRICS if sweep.known(metric)]
-    for values, jobs in rows[:MOST_ROWS]:
-        if values:
-            said = (f"{word(key)} {value}" for key, value in zip(layout.rows, values, strict=True))
-            drawn.append(tag("h3", ", ".join(said)))
-        drawn.append(tag("div", [_panel(sweep, layout, metric, jobs) for metric in kinds], class_="panels"))
-    if len(rows) > MOST_ROWS:
-        drawn.append(_note(f"{len(rows) - MOST_ROWS} further combinations are in the table of all jobs."))
+    combinations = _combinations(sweep, layout)
+    for values, jobs in combinations[:MOST_CHARTS]:
+        heading = ", ".join(f"{word(key)} {value}" for key, value in zip(layout.rows, values, strict=True))
+        if heading:
+            drawn.append(tag("h3", heading))
+        drawn.append(_Panels(sweep, layout, jobs).chart(heading))
+    if len(combinations) > MOST_CHARTS:
+        drawn.append(_note(f"{len(combinations) - MOST_CHARTS} further combinations are in the table of all jobs."))
     return drawn
 
 
-def _rows(sweep: Sweep, layout: Layout) -> list[tuple[tuple[str, ...], list[Result]]]:
+def _combinations(sweep: Sweep, layout: PanelLayout) -> list[tuple[tuple[str, ...], list[Result]]]:
     """The combinations that occur, in the order of their values, each with its jobs."""
     found: dict[tuple[str, ...], list[Result]] = {}
     for result in sweep.completed:
@@ -106,114 +105,107 @@ def _note(text: str) -> Markup:
     return tag("p", text, class_="note")
 
 
-def _panel(sweep: Sweep, layout: Layout, metric: Metric, jobs: Sequence[Result]) -> Markup:
-    assert layout.along is not None
-    known = [result for result in jobs if metric.key in result.figures]
-    alike = BUBBLES if metric in BUBBLES else (metric,)
-    all_of_it = [r.figures[m.key] for m in alike for r in sweep.known(m)]
-    low, high = min(all_of_it), max(all_of_it) or 1.0
-    divisor, unit = metric.unit(high) if metric not in BUBBLES else (0.01, "% of the step")
-    axis = values_axis(sweep.varied[layout.along])
-    names = sweep.varied[layout.series] if layout.series else [""]
-    if len(names) > marks.MOST:
-        inside = _map(axis, layout, names, metric, known, (low, high), divisor)
-    else:
-        inside = _lines(axis, layout, names, metric, known, high, divisor)
-    return tag("figure", tag("figcaption", tag("b", metric.name), f" {unit}"), inside)
+class _Panels:
+    """The panels of some jobs, one per figure."""
 
+    def __init__(self, sweep: Sweep, layout: PanelLayout, jobs: Sequence[Result]) -> None:
+        assert layout.along is not None
+        self.sweep, self.layout, self.along, self.jobs = sweep, layout, layout.along, jobs
+        self.metrics = [metric for metric in METRICS if sweep.known(metric)]
+        self.axis = values_axis(sweep.varied[self.along])
+        self.names = sweep.varied[layout.series] if layout.series else [""]
+        self.maps = len(self.names) > marks.MOST
 
-def _lines(
-    axis: Values,
-    layout: Layout,
-    names: Sequence[str],
-    metric: Metric,
-    known: Sequence[Result],
-    high: float,
-    divisor: float,
-) -> Markup:
-    inner = Box(BOX.left + 12, BOX.top, BOX.right - 12, BOX.bottom)
-    across, up = linear(0, 1, inner.left, inner.right), linear(0, high * 1.05, BOX.bottom, BOX.top)
-    along = layout.along or ""
-    below = _labels([(across(place), value) for value, place in zip(axis.values, axis.places, strict=True)])
-    drawn = frame(BOX, scaled_ticks(0, high * 1.05, up, divisor), below, word(along))
-    lines, drawn_jobs = [], []
-    for series, name in enumerate(names):
-        own = [r for r in known if layout.series is None or r.settings[layout.series] == name]
-        places: dict[float, list[float]] = {}
-        for result in own:
-            x, y = across(axis.place(result.settings[along])), up(result.figures[metric.key])
-            places.setdefault(x, []).append(y)
-            drawn_jobs.append((result, series, x, y))
-        if axis.joined and len(places) > 1 and not layout.crowded:
-            path = " L".join(f"{x:.1f} {statistics.median(ys):.1f}" for x, ys in sorted(places.items()))
-            lines.append(tag("path", d=f"M{path}", class_=f"line s{series}"))
-    moved = marks.apart([job[2:] for job in drawn_jobs])
-    points = [
-        marks.job_mark(result, series, *at, marks.said(metric, result))
-        for (result, series, _, _), at in zip(drawn_jobs, moved, strict=True)
-    ]
-    title = f"{metric.name} over {word(along)}"
-    return tag("svg", drawn, lines, points, viewBox=f"0 0 {WIDE} {HIGH}", role="img", aria_label=title)
+    def chart(self, heading: str) -> Chart:
+        from plotly.subplots import make_subplots
 
+        columns = 2 if self.maps else COLUMNS
+        rows = -(-len(self.metrics) // columns)
+        each = 60 + LINE * len(self.names) if self.maps else HIGH
+        height = 70 + rows * (each + 64)
+        scales = [self._scale(metric) for metric in self.metrics]
+        titles = [f"<b>{metric.name}</b> {unit}" for metric, (_, _, unit) in zip(self.metrics, scales, strict=True)]
+        left = 130 if self.maps else 44
+        drawn: Figure = make_subplots(
+            rows, columns, subplot_titles=titles, figure=figure(margin={"l": left, "r": 12, "t": 60, "b": 44}),
+            vertical_spacing=64 / max(1, height - 104), horizontal_spacing=0.16 if self.maps else 0.06,
+        )  # fmt: skip
+        drawn.update_annotations(font={"size": 13})
+        for place, (metric, scale) in enumerate(zip(self.metrics, scales, strict=True)):
+            at = {"row": place // columns + 1, "col": place % columns + 1}
+            known = [result for result in self.jobs if metric.key in result.figures]
+            (self._map if self.maps else self._lines)(drawn, at, metric, known, scale)
+        name = "maps" if self.maps else "figures"
+        return Chart(f"{name} over {word(self.along)}" + (f", {heading}" if heading else ""), drawn, height)
 
-def _map(
-    axis: Values,
-    layout: Layout,
-    names: Sequence[str],
-    metric: Metric,
-    known: Sequence[Result],
-    ends: tuple[float, float],
-    divisor: float,
-) -> Markup:
-    """A line per series, a cell per value, coloured by where it lies between `ends`; the best one is framed."""
-    along, series = layout.along or "", layout.series or ""
-    left, width = 112.0, (WIDE - 118) / len(axis.values)
-    best = metric.best(known).figures[metric.key] if metric.praise and known else None
-    places = [(left + (k + 0.5) * width, value) for k, value in enumerate(axis.values)]
-    drawn = [tag("text", text, x=x, y=13, class_="tick middle") for x, text in _labels(places)]
-    for line, name in enumerate(names):
-        y = 20.0 + line * CELL
-        drawn.append(tag("text", _short(name, 17), x=left - 8, y=y + 17, class_="tick end"))
-        for k, value in enumerate(axis.values):
-            own = [r for r in known if r.settings[series] == name and r.settings[along] == value]
-            if own:
-                middle = statistics.median(r.figures[metric.key] for r in own)
-                shade = (middle - ends[0]) / ((ends[1] - ends[0]) or 1.0)
-                framed = best is not None and any(r.figures[metric.key] == best for r in own)
-                box = Box(left + k * width + 1, y + 1, left + (k + 1) * width - 1, y + CELL - 1)
-                drawn.append(_cell(own[0], metric, box, middle / divisor, shade, framed))
-    high = 28 + CELL * len(names)
-    return tag("svg", drawn, viewBox=f"0 0 {WIDE} {high}", role="img", aria_label=f"{metric.name}, a map")
+    def _scale(self, metric: Metric) -> tuple[float, float, str]:
+        """The largest figure of all jobs in the unit of the axis, that unit, and its name."""
+        alike = BUBBLES if metric in BUBBLES else (metric,)
+        high = max(r.figures[m.key] for m in alike for r in self.sweep.known(m)) or 1.0
+        divisor, unit = unit_of(metric, high)
+        return high / divisor, divisor, unit
 
+    def _lines(
+        self, drawn: Figure, at: dict[str, int], metric: Metric, known: Sequence[Result],
+        scale: tuple[float, float, str],
+    ) -> None:  # fmt: skip
+        from plotly.graph_objects import Scatter
 
-def _cell(result: Result, metric: Metric, box: Box, value: float, shade: float, framed: bool) -> Markup:
-    text = f"{value:.1f}" if abs(value) < 100 else f"{value:,.0f}"
-    contrast = "low" if shade < 0.62 else "mid" if shade < 0.86 else "high"
-    rect = tag(
-        "rect", x=box.left, y=box.top, width=box.right - box.left, height=box.bottom - box.top, rx=3,
-        fill_opacity=0.06 + 0.84 * shade, class_="cell best" if framed else "cell",
-    )  # fmt: skip
-    room = box.right - box.left > LETTER * len(text) - 4
-    label = (
-        None
-        if not room
-        else tag("text", text, x=(box.left + box.right) / 2, y=box.top + 16, class_=f"tick middle {contrast}")
-    )
-    title = tag("title", f"job {result.job}: {result.words}\n{marks.said(metric, result)}")
-    return tag("a", title, rect, label, href=f"#job{result.index}", data_job=result.index)
+        high, divisor, _ = scale
+        drawn.update_xaxes(self.axis.axis(word(self.along)), **at)
+        drawn.update_yaxes({"range": [0, 1.05 * high]}, **at)
+        series = [self.names.index(r.settings[self.layout.series]) if self.layout.series else 0 for r in known]
+        places = [(self.axis.place(r.settings[self.along]), r.figures[metric.key] / divisor) for r in known]
+        moved = marks.apart([(x, y / high) for x, y in places])
+        for own, name in enumerate(self.names):
+            here = [k for k, index in enumerate(series) if index == own]
+            group = {"legendgroup": plain(name), "meta": metric.name}
+            if self.axis.joined and not self.layout.crowded and len({places[k][0] for k in here}) > 1:
+                found: dict[float, list[float]] = {}
+                for k in here:
+                    found.setdefault(places[k][0], []).append(places[k][1])
+                x, y = zip(*((x, statistics.median(ys)) for x, ys in sorted(found.items())), strict=True)
+                look = {"color": SERIES[own % marks.MOST], "width": 2}
+                line = Scatter(x=x, y=y, mode="lines", line=look, hoverinfo="skip", showlegend=False, **group)
+                drawn.add_trace(line, **at)
+            jobs = [(known[k], moved[k][0], places[k][1], marks.said(metric, known[k])) for k in here]
+            shown = metric is self.metrics[0] and len(self.names) > 1
+            drawn.add_trace(marks.job_marks(jobs, own, name, showlegend=shown, **group), **at)
 
+    def _map(
+        self, drawn: Figure, at: dict[str, int], metric: Metric, known: Sequence[Result],
+        scale: tuple[float, float, str],
+    ) -> None:  # fmt: skip
+        """A line per series, a cell per value, coloured by where it lies among all jobs; the best one has a star."""
+        from plotly.graph_objects import Heatmap
 
-def _labels(places: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
-    """Names below an axis, cut to what there is room for; left out where the one before takes the room."""
-    least = min((b - a for (a, _), (b, _) in itertools.pairwise(places)), default=float(WIDE))
-    most = max(4, int(max(least, 30) / LETTER))
-    found: list[tuple[float, str]] = []
-    for x, text in places:
-        text = _short(text, most)
-        if not found or x - found[-1][0] > LETTER * (len(text) + len(found[-1][1])) / 2 + 4:
-            found.append((x, text))
-    return found
-
-
-def _short(text: str, most: int = 14) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+        high, divisor, _ = scale
+        series, values = self.layout.series or "", self.axis.values
+        best = metric.best(known).figures[metric.key] if metric.praise and known else None
+        shape = [[None] * len(values) for _ in self.names]
+        z: list[list[Any]] = [list(row) for row in shape]
+        jobs: list[list[Any]] = [list(row) for row in shape]
+        text, told = ([[""] * len(values) for _ in self.names] for _ in range(2))
+        for line, name in enumerate(self.names):
+            for k, value in enumerate(values):
+                own = [r for r in known if r.settings[series] == name and r.settings[self.along] == value]
+                if own:
+                    z[line][k] = middle = statistics.median(r.figures[metric.key] for r in own) / divisor
+                    framed = best is not None and any(r.figures[metric.key] == best for r in own)
+                    text[line][k] = (f"{middle:.1f}" if abs(middle) < 100 else f"{middle:,.0f}") + " ★" * framed
+                    told[line][k] = marks.job_text(own[0], marks.said(metric, own[0]))
+                    jobs[line][k] = own[0].index
+        low = min(r.figures[metric.key] for r in self.sweep.known(metric)) / divisor
+        drawn.add_trace(
+            Heatmap(
+                z=z, text=text, texttemplate="%{text}", hovertext=told, hoverinfo="text", customdata=jobs, zmin=low,
+                zmax=max(high, low), colorscale=_MAP, showscale=False, xgap=2, ygap=2, meta=metric.name,
+            ),
+            **at,
+        )  # fmt: skip
+        labels = [plain(short(value, 14)) for value in values]
+        drawn.update_xaxes({"tickvals": list(range(len(values))), "ticktext": labels, "showgrid": False}, **at)
+        names = [plain(short(name, 17)) for name in self.names]
+        drawn.update_yaxes(
+            {"tickvals": list(range(len(names))), "ticktext": names, "autorange": "reversed", "showgrid": False}, **at
+        )

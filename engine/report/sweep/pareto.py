@@ -27,7 +27,8 @@ from engine.report.sweep.results import (
 @dataclass(frozen=True)
 class Front:
     """`points`: all jobs as (time, memory, job); `best`: which of them lie on the front, the fastest first. `among`:
-    which jobs these are, in words, where it is not all of them."""
+    which jobs these are, in words, where it is not all of them.
+    """
 
     time: Metric
     memory: Metric
@@ -37,6 +38,7 @@ class Front:
 
     @property
     def title(self) -> str:
+        """What is compared with what, such as "step time against peak memory"."""
         return f"{self.time.name} against {self.memory.name}" + (f", {self.among}" if self.among else "")
 
 
@@ -82,6 +84,7 @@ def _front(results: Sequence[Result], time: Metric, memory: Metric, among: str) 
 
 
 def time_of(result: Result, time: Metric) -> float | None:
+    """A job's time by `time`, in its unit: of a step or of a sample; None where it is not known."""
     if time.key == "per sample":
         rate = result.figures.get(RATE.key)
         return 1 / rate if rate else None

@@ -28,7 +28,8 @@ _WORDS = {RANKS: "ranks", MICROBATCHES: "micro-batches", REPLICAS: "replicas", B
 @dataclass(frozen=True)
 class Metric:
     """A figure of a job. `unit(largest)`: what figures are divided by on an axis, and its name. `praise`: what the best
-    is called, where there is one; `more`: the largest is the best."""
+    is called, where there is one; `more`: the largest is the best.
+    """
 
     key: str
     name: str
@@ -55,6 +56,7 @@ def _plain(name: str) -> Callable[[float], tuple[float, str]]:
 
 
 def seconds_text(seconds: float) -> str:
+    """Seconds with a unit: milliseconds below ten seconds."""
     return f"{seconds:.2f} s" if seconds >= 10 else f"{seconds * 1e3:.1f} ms"
 
 
@@ -73,7 +75,8 @@ METRICS = (STEP, RATE, MEMORY, IDEAL, PREDICTED, MEASURED, COST, KEPT)
 @dataclass(frozen=True)
 class Result:
     """One job; `index`: which of the sweep's. `settings`: of each swept key the value; `given`: overrides that not all
-    jobs share; `figures`: those that are known, by Metric.key; `reason`: why there are none, in a line."""
+    jobs share; `figures`: those that are known, by Metric.key; `reason`: why there are none, in a line.
+    """
 
     index: int
     job: str
@@ -86,6 +89,7 @@ class Result:
 
     @property
     def completed(self) -> bool:
+        """Whether the job ran to its end."""
         return self.status == "completed"
 
     @property
@@ -118,6 +122,7 @@ class Sweep:
 
     @property
     def completed(self) -> list[Result]:
+        """The jobs that ran to their end, in order."""
         return [result for result in self.results if result.completed]
 
     def known(self, metric: Metric) -> list[Result]:
@@ -183,6 +188,7 @@ def _figures(row: Row) -> dict[str, float]:
 
 
 def first_line(error: Any) -> str:
+    """The first line of what a job failed with."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else "no message"
 
@@ -193,6 +199,7 @@ def word(key: str) -> str:
 
 
 def number(value: str) -> float | None:
+    """The finite number that a value is written as; None where it is none."""
     try:
         found = float(value)
     except ValueError:

@@ -24,7 +24,8 @@ POOR = 0.1  # a mean deviation from a law that is said to be far off
 @dataclass(frozen=True)
 class Curve:
     """Jobs over `key`, each as (workers, seconds per step, samples per second, job). `common`: what else was swept and
-    is the same in all, in words. `batch`: the global batch of all, or of each worker where it grows."""
+    is the same in all, in words. `batch`: the global batch of all, or of each worker where it grows.
+    """
 
     key: str
     common: str
@@ -40,6 +41,7 @@ class Curve:
         return sum(measured) / len(measured) if measured else self.fit.one
 
     def speedup(self, point: tuple[int, float, float, Result]) -> float:
+        """The measured speed-up at a point of the curve, over one worker."""
         return point[2] / self.one if self.grows else self.one / point[1]
 
     @property

@@ -19,13 +19,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from engine.files import writing
+from engine.report.pictures.figure import Picture
 from engine.report.tensorboard import series
 from engine.report.tensorboard.hparams import HParam
 
 _ENDS = {"completed": 1, "failed": 2}  # TensorBoard's numbers for the status of a session
+_RGBA = 4  # TensorBoard's number for it
 _DATA_CLASS_TENSOR = 2  # TensorBoard's number for it
 BINS = 30  # of a histogram
 EVENTS = "events.out.tfevents"  # how the name of the one event file begins
@@ -44,6 +45,7 @@ class Board:
 
     @property
     def opened(self) -> bool:
+        """Whether the event file is there, which is so once something was written."""
         return self._writer is not None
 
     def scalars(self, values: Mapping[str, float | None], step: int) -> None:
@@ -72,11 +74,14 @@ class Board:
         content = layout_pb2.Layout(category=categories).SerializeToString()
         self._bytes(metadata.CONFIG_SUMMARY_TAG, content, 0, metadata.PLUGIN_NAME)
 
-    def image(self, tag: str, image: Image.Image, step: int) -> None:
-        with self._writing():
-            self._open().add_image(tag, np.asarray(image), step, dataformats="HWC")
+    def image(self, tag: str, picture: Picture, step: int) -> None:
+        """A picture, as its PNG."""
+        summary, width, height = self._summaries.Summary, picture.scale * picture.width, picture.scale * picture.height
+        image = summary.Image(width=width, height=height, colorspace=_RGBA, encoded_image_string=picture.png)
+        self._add(summary(value=[summary.Value(tag=tag, image=image)]), step)
 
     def text(self, tag: str, markdown: str, step: int) -> None:
+        """A text in Markdown, under TensorBoard's tab for texts."""
         with self._writing():
             self._open().add_text(tag, markdown, step)
 
@@ -107,11 +112,13 @@ class Board:
         self._add(summary(value=[value]))
 
     def flush(self) -> None:
+        """Bring what was written to the file. Raises UnwritableError where the folder takes no more."""
         if self._writer is not None:
             with self._writing():
                 self._writer.flush()
 
     def close(self) -> None:
+        """Write what is left and end the file. Raises UnwritableError where the folder takes no more."""
         try:
             if self._writer is not None:
                 with self._writing():
@@ -169,7 +176,7 @@ def _chart(made: Any, title: str, curves: Sequence[Any]) -> Any:
 
 
 def _tensorboard() -> tuple[Any, Any]:
-    """torch's writer and its makers of summaries, which have no types."""
+    """The writer of torch and its makers of summaries, which have no types."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # an installed TensorFlow greets at length
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its imports; none is about this run

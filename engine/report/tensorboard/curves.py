@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.account.bubble import NAMES, Account
-from engine.account.gather import Step
+from engine.account.bubble import Account
 from engine.account.measure import fractions
 from engine.account.overlap import Overlap
-from engine.account.waterfall import BARS, Waterfall
+from engine.account.records.gather import Step
+from engine.account.replay.waterfall import BARS, Waterfall
+from engine.categories import BY_NAME, NAMES
 from engine.job import Job
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
 
@@ -53,7 +54,7 @@ def of_account(job: Job, account: Account) -> dict[str, float]:
     values = {"bubble/measured": 1 - float(shares[:, NAMES.index("compute")].mean())}
     for rank, row in enumerate(shares.reshape(job.replicas, job.ranks, len(NAMES)).mean(axis=0)):
         parts = dict(zip(NAMES, row.tolist(), strict=True))
-        values |= {f"bubble/rank{rank}/{name}": share for name, share in parts.items() if name != "compute"}
+        values |= {f"bubble/rank{rank}/{name}": share for name, share in parts.items() if BY_NAME[name].bubble}
         tops = dict(zip(NAMES, np.cumsum(row).tolist(), strict=True))
         values |= {_stack(rank, name): top for name, top in ({_GROUND: 0.0} | tops).items()}
     return values
@@ -73,7 +74,8 @@ def of_waterfall(waterfall: Waterfall | None) -> dict[str, float]:
 
 def of_overlap(overlap: Overlap | None) -> dict[str, float | None]:
     """reduction/hidden: what was hidden of what could be; reduction/rank{r}/exposed: seconds that nothing hid, by world
-    rank."""
+    rank.
+    """
     if overlap is None:
         return {}
     exposed = ((overlap.total - overlap.hidden) * 1e-9).tolist()

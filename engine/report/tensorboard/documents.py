@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.account.bubble import NAMES, Account
-from engine.account.clocks import Clocks
-from engine.account.gather import Step
+from engine.account.bubble import Account
 from engine.account.measure import Measure, fractions
 from engine.account.overlap import Overlap
+from engine.account.records.clock_alignment import ClockAlignment
+from engine.account.records.gather import Step
+from engine.account.replay.waterfall import Waterfall
 from engine.account.steady import SteadyMeasure
 from engine.account.steps import document
-from engine.account.waterfall import Waterfall
+from engine.categories import NAMES
 from engine.job import Job
 from engine.plan.timeline import Timeline
 from engine.report.tensorboard import series
@@ -26,7 +27,8 @@ from engine.report.tensorboard.curves import action_times
 
 class Counted(NamedTuple):
     """A traced step that is in the means, and what was found of it. `timeline`: its spans, on the clock of rank 0;
-    `waiting`: seconds, by replica, for slower ones."""
+    `waiting`: seconds, by replica, for slower ones.
+    """
 
     step: Step
     timeline: Timeline
@@ -39,7 +41,7 @@ class Counted(NamedTuple):
 class Documents:
     """Writes to `board` what was counted in `measure`."""
 
-    def __init__(self, job: Job, board: Board, measure: Measure | SteadyMeasure, clocks: Clocks) -> None:
+    def __init__(self, job: Job, board: Board, measure: Measure | SteadyMeasure, clocks: ClockAlignment) -> None:
         self._job, self._board, self._measure, self._clocks = job, board, measure, clocks
         self._thinning, self._room = series.Thinning(), series.Room()
         self._left: Counted | None = None  # the latest step, where it was not chosen

@@ -20,6 +20,7 @@ SPANS_OF_A_RUN = 4_000_000  # about 50 MB of documents
 
 
 def tag_of(step: int) -> str:
+    """The tag of the series that holds the document of a step."""
     return f"{PLUGIN}/step{step}"
 
 

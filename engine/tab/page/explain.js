@@ -2,16 +2,6 @@
 
 import { ms, share } from "./words.js";
 
-const REMEDIES = {
-  fill: "waiting for its first message of the step: more micro-batches make it weigh less",
-  stall: "waiting for a message that its sender had not sent yet: equal stages, or more micro-batches",
-  transfer: "waiting for a message that was on its way: a smaller boundary, or a faster link",
-  reduce: "waiting for other replicas: a larger batch, train.accumulate, another allreduce",
-  optimizer: "clipping, updating, zeroing",
-  data: "loading samples: data.workers",
-  drain: "out of work until the end of the step: more micro-batches make it weigh less",
-  other: "in the interpreter between actions: fewer, larger micro-batches",
-};
 const CHAIN = 4; // how many ranks a cause is followed through
 const NEGLIGIBLE = 0.02; // of a wait: what is shorter is no cause of it
 
@@ -51,18 +41,20 @@ function waited(step, i) {
   return before === undefined ? "needs no message" : `began when its rank was done with ${step.label(before)}`;
 }
 
-/** A bubble: how long, under which names, whose fault. */
-export function explainBubble(step, bubble) {
+/** A bubble: how long, under which names, whose fault. `categories`: the rows of the table. */
+export function explainBubble(step, bubble, categories) {
   const { row, from, to, parts, waits } = bubble;
   const [begin, finish] = step.windows[row];
   const lines = [`<b>bubble on ${step.rowName(row)}</b>: ${moments(from, to)}, <b>${ms(to - from)}</b>, `];
   lines[0] += `${share(to - from, finish - begin)} of its step`;
   const items = parts
     .sort((a, b) => b.ns - a.ns)
-    .map(({ name, ns }) => `<li><b>${name}</b> ${ms(ns)}: ${REMEDIES[name]}</li>`);
+    .map(({ name, ns }) => `<li><b>${name}</b> ${ms(ns)}${advice(categories.find((row) => row.name === name))}</li>`);
   const chains = waits.slice(0, 3).map((wait) => `<p>${blame(step, wait)}</p>`);
   return `<p>${lines.join("")}</p><ul>${items.join("")}</ul>${chains.join("")}`;
 }
+
+const advice = (category) => (category ? `: ${category.what}; ${category.remedy}` : "");
 
 /** Follow a wait to what made its message, what that had waited for, and so on, to an action that did not wait. */
 function blame(step, wait) {

@@ -8,7 +8,7 @@ import { savePng, saveSvg, saveTrace } from "./export.js";
 import { Sight } from "./gestures.js";
 import { legend } from "./legend.js";
 import { Panel } from "./panel.js";
-import { themeOf, watchTheme } from "./theme.js";
+import { learn, themeOf, watchTheme } from "./theme.js";
 
 const POLL_MS = 5000; // how often a run that is still going on is asked for new steps
 const PLAY_MS = 9000; // how long playing takes what is in sight
@@ -123,6 +123,12 @@ class Page {
     if (!this.palette) return;
     this.theme = themeOf(mode, this.palette);
     this.shown();
+  }
+
+  /** A document may name what this server does not know. */
+  learn(document) {
+    learn(this.palette, document);
+    this.theme = themeOf(this.mode, this.palette);
   }
 
   /** The page grows and shrinks with what it says; only its width makes a difference to what is drawn. */

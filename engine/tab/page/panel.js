@@ -92,9 +92,11 @@ export class Panel {
     const [run, { step }] = [this.run, this.steps[index]];
     this.drawHead();
     try {
-      const made = new Step(await fetchStep(run, step));
+      const told = await fetchStep(run, step);
+      const made = new Step(told);
       if (this.run !== run || this.steps[this.index]?.step !== step) return; // meanwhile another one was asked for
       this.step = made;
+      this.page.learn(told);
     } catch (error) {
       return this.page.say(`Step ${step} of ${run} cannot be shown: ${error.message}`);
     }
@@ -126,7 +128,7 @@ export class Panel {
     this.part(".facts").textContent = facts.join(" · ");
     const wide = Math.min(560, Math.max(400, this.root.clientWidth * 0.36));
     this.part(".fall").innerHTML = step.waterfall.length
-      ? waterfall(step, page.theme, wide, page.against(this))
+      ? waterfall(step, page.theme, page.palette.bars, wide, page.against(this))
       : `<p class="none">${step.noWaterfall}</p>`;
     this.part(".table").innerHTML = rankTable(step, page.theme);
   }
@@ -176,7 +178,7 @@ export class Panel {
 
   click(x, y) {
     const found = this.under(x, y);
-    if (found?.bubble) this.pin(explainBubble(this.step, found.bubble), found.bubble);
+    if (found?.bubble) this.pin(explainBubble(this.step, found.bubble, this.page.palette.categories), found.bubble);
     else this.pin(found && `<p>${explainAction(this.step, found.span, this.page.palette.words)}</p>`);
     this.page.moved();
   }

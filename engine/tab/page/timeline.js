@@ -147,7 +147,7 @@ function bubbles(painter, layout, theme, row) {
   for (const i of step.idle[row].between(sight.from, sight.to)) {
     const called = step.names[name[i]];
     const right = layout.x(end[i]);
-    if (called === "compute" || called === "optimizer" || right - last < LEAST_BLOCK) continue;
+    if (!theme.shaded.has(called) || right - last < LEAST_BLOCK) continue;
     const left = layout.x(start[i]);
     painter.rect(left, y, right - left, height, theme.names[called], theme.faint);
     last = right;

@@ -7,30 +7,18 @@ const NAMES = 190; // CSS pixels for the names
 const FIGURES = 82; // for the figures
 const DIFFERENCES = 84; // for what they differ by from those of another run
 
-/** What a bar says beside its name, and which name of the account it is akin to, for its colour. */
-const BARS = {
-  work: ["perfect work", "compute"],
-  schedule: ["the schedule itself", "drain"],
-  imbalance: ["stages are unequal", "stall"],
-  variation: ["micro-batches vary", "fill"],
-  transfer: ["messages under way", "transfer"],
-  reduce: ["waiting for replicas", "reduce"],
-  optimizer: ["norms and optimizer", "optimizer"],
-  data: ["loading", "data"],
-  rest: ["the rest", "other"],
-};
-
-/** The bars of a step in order, and their sum. `against`: the step of the run above, where there is one. */
-export function waterfall(step, theme, width, against) {
-  const chart = new Chart(step, theme, width, against);
+/** The bars of a step in order, and their sum. `rows`: how each looks; `against`: the step of the run above, if any. */
+export function waterfall(step, theme, rows, width, against) {
+  const chart = new Chart(step, theme, rows, width, against);
   step.waterfall.forEach((bar) => chart.bar(bar));
   chart.sum();
   return String(chart);
 }
 
 class Chart {
-  constructor({ waterfall: bars, forReplicas }, theme, width, against) {
+  constructor({ waterfall: bars, forReplicas }, theme, rows, width, against) {
     [this.theme, this.width, this.forReplicas] = [theme, width, forReplicas];
+    this.rows = new Map(rows.map((row) => [row.name, row]));
     this.others = against?.waterfall.length ? new Map(against.waterfall.map(({ name, ns }) => [name, ns])) : null;
     this.right = width - FIGURES - (this.others ? DIFFERENCES : 0);
     const ends = [0];
@@ -44,18 +32,18 @@ class Chart {
   }
 
   bar({ name, ns }) {
-    const [words, shade] = BARS[name] ?? [name, "other"];
+    const { what, colour } = this.rows.get(name) ?? { what: name, colour: this.theme.quiet };
     const waiting =
       name === "reduce" && this.forReplicas ? `, of which ${ms(this.forReplicas)} for slower replicas` : "";
     const y = this.row * ROW + 4;
     this.marks.push(`<g data-bar="${name}"><title>${name}: ${share(ns, this.total)} of the step${waiting}</title>`);
     this.marks.push(`<rect x="0" y="${y - 2}" width="${this.width}" height="${ROW}" fill="transparent"/>`);
-    this.block(this.at, this.at + ns, ns < 0 ? this.theme.kinds.W : this.theme.names[shade]);
+    this.block(this.at, this.at + ns, ns < 0 ? this.theme.kinds.W : colour);
     this.at += ns;
     this.marks.push(
       `<path d="M${this.x(this.at)} ${y} v${ROW + 4}" stroke="${this.theme.quiet}" stroke-dasharray="2 2"/>`,
     );
-    this.line(words, `${this.row && ns > 0 ? "+" : ""}${ms(ns)}`, ns - (this.others?.get(name) ?? 0));
+    this.line(what, `${this.row && ns > 0 ? "+" : ""}${ms(ns)}`, ns - (this.others?.get(name) ?? 0));
     this.marks.push("</g>");
   }
 
