@@ -101,7 +101,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "C099": ("races on files", ["recorder: files_are_replaced_whole_or_not_at_all",
                                 "run_folder: the_end_of_a_run_is_told_without_its_folder"]),
     "C102": ("interrupted is not success", ["launch: a_worker_that_leaves_early_is_a_failure",
-                                            "trials: whatever_a_model_raises_is_named"]),
+                                            "dry_run: whatever_a_model_raises_is_named"]),
     "C105": ("shutdown", ["launch: ends_fifty_times", "transport: abort_ends_the_waits_of_both_sides"]),
     "C106": ("time limits", ["failures: a_frozen_worker_is_named",
                              "transport: gloo_waits_for_its_first_connection_no_longer_than_for_a_message"]),

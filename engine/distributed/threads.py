@@ -64,6 +64,7 @@ class _Run:
         self.results: list[Any] = [None] * ranks
         self.arrived = [threading.Event() for _ in range(ranks)]  # at the first call that meets others, or at the end
         self._store = HashStore()
+        self._absent: list[int] = []  # ranks that ended without having met the others
 
     def thread(self, rank: int, main: Callable[..., Any], args: tuple[Any, ...]) -> threading.Thread:
         """The thread of a rank, not yet started."""
@@ -79,8 +80,8 @@ class _Run:
                 self.arrived[rank].set()
                 for other in self.arrived:
                     other.wait()
-                if self.hub.aborted:
-                    raise PeerLost("another rank failed before it met the others", None)
+                if self._absent:  # what all ranks note of their calls would be waited for in vain
+                    raise PeerLost("another rank ended before it met the others", self._absent[0])
                 world = World(self.hub.transport(rank), self._store, PATIENCE_S)
             return world
 
@@ -92,6 +93,8 @@ class _Run:
             self.hub.abort()
         finally:
             bind(None)
+            if world is None:
+                self._absent.append(rank)
             self.arrived[rank].set()
             if world is not None:
                 world.close()

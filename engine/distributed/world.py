@@ -108,6 +108,8 @@ def init(timeout_s: float = TIMEOUT_S, patience_s: float = PATIENCE_S, device: s
     no positive number, and for GPUs that are not there.
     """
     global _world  # noqa: PLW0603  # a process is one rank of one world
+    if getattr(_own, "join", None) is not None:
+        raise ValueError("within engine.run_threads() ranks have joined: give it timeout_s, without engine.init()")
     if _world is not None:
         raise ValueError("engine.init() comes first, before anything else of the engine is used, and once")
     if device not in ("auto", "cpu", "cuda"):

@@ -1,1 +1,1 @@
-"""The heart: a stage, what crosses its boundary, and the executor of a program."""
+"""The heart: `engine.Pipeline`, a model over several ranks, and the executor of programs that it runs on."""

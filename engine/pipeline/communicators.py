@@ -53,7 +53,7 @@ def connections(
     everybody: bool = False,
     label: str = "",
 ) -> Connections:
-    """All that `programs` use.
+    """The channels and groups that `programs` need, in the order in which all ranks open them.
 
     `kind_of(members)` is the all-reduce of a stage's copies, `edges_of(kind, members, label)` their channels (None:
     those of the all-reduce). `divided`: the optimizer is, so norms are summed over all ranks. `everybody`: there is a
@@ -79,8 +79,11 @@ def connections(
 
 
 class Communicators:
-    """Channels and groups of one rank, opened. `sharing[s]`: all ranks that hold a copy of its stage s;
-    `reduction[s]`: their all-reduce."""
+    """Channels and groups of one rank, opened.
+
+    `sharing[s]` holds all ranks that have a copy of this rank's stage s, `reduction[s]` is their all-reduce. `me` and
+    `world` count all ranks, `rank` those of one pipeline.
+    """
 
     def __init__(self, found: Connections, transport: Transport) -> None:
         self._transport, self.label = transport, found.label
@@ -112,7 +115,7 @@ class Communicators:
         self._transport.all_reduce(vector, self._everybody, f"{self.label}norms").wait()
 
     def sum_losses(self, vector: torch.Tensor) -> None:
-        """Sum what each rank knows of a loss over all ranks, in place; waits for them."""
+        """Sum loss sums and counts over all ranks, in place; waits for them."""
         if self.world > 1:
             self._transport.all_reduce(vector, self._everybody, f"{self.label}losses").wait()
 

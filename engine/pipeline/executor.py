@@ -50,8 +50,10 @@ class StageUpdates(Protocol):
         """Return when the parameters of a stage may be used."""
 
     def closing(self, stage: int, waiting: Collection[Tensor] | None) -> None:
-        """The last backward of a stage is next: a W, which adds the gradients of the parameters `waiting`, or a B
-        (None), which may add any."""
+        """The last backward of a stage is next.
+
+        `waiting` are the parameters whose gradients it adds where it is a W; None where it is a B, which may add any.
+        """
 
     def reduce(self, stage: int) -> None:
         """Start what is left of the reduction of a stage's gradients."""

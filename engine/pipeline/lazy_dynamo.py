@@ -66,8 +66,10 @@ class _StandIn(ModuleType):
 
 
 def put_off() -> None:
-    """Install the stand-in, where torch._dynamo has not been imported yet. Call it before the first FakeTensorMode and
-    the first optimizer of a process."""
+    """Install the stand-in, where torch._dynamo has not been imported yet.
+
+    Call it before the first FakeTensorMode and the first optimizer of a process.
+    """
     if NAME in sys.modules or (spec := importlib.util.find_spec(NAME)) is None or spec.origin is None:
         return
     settings = importlib.util.spec_from_file_location(f"{NAME}.config", Path(spec.origin).with_name("config.py"))

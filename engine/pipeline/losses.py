@@ -163,6 +163,7 @@ class TorchLoss(Loss):
         self.ignore_index = getattr(module, "ignore_index", IGNORED)
 
     def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        """The sum over the samples. ValueError where output and target are no tensors that fit each other."""
         for name, value in (("output", output), ("target", target)):
             if not isinstance(value, Tensor):
                 raise ValueError(
@@ -177,6 +178,7 @@ class TorchLoss(Loss):
         return self._fit(output)(output, target)
 
     def count(self, target: Tensor, output: MessageSpec | None = None) -> float:
+        """What torch's own mean divides by: samples, numbers, or targets not ignored (their class weights)."""
         if self._per_sample:
             return len(target)
         if self._kind in _NUMBERS:
@@ -190,9 +192,11 @@ class TorchLoss(Loss):
         return float(weight.to(target.device)[target[kept]].sum(dtype=torch.float64))
 
     def scored(self, output: Any, target: Any) -> tuple[int, int] | None:
+        """(correct, scored) of a classification; None for the other classes."""
         return scored(output, target, self.ignore_index, dim=1) if self._kind in _CLASSES else None
 
     def apart(self, training: bool = True) -> TorchLoss:
+        """A copy that has its own weights on each device."""
         made = copy.copy(self)
         made._fitted = {}  # what was fitted to a fake output holds fake weights
         return made
@@ -233,6 +237,7 @@ class UserLoss(Loss):
         self.ignore_index = index if isinstance(index, int) else IGNORED
 
     def __call__(self, output: Any, target: Any) -> Tensor:
+        """The sum over the samples, or the mean times what is counted."""
         total, count = self._call(output, target)
         if count is not None:
             return total
@@ -240,6 +245,7 @@ class UserLoss(Loss):
         return total * counted if counted else total.new_zeros(())
 
     def count(self, target: Any, output: MessageSpec | None) -> float:
+        """What its count(target) says, else its second result for a stand-in of the output, else the samples."""
         if self._own_count is not None:
             return self._number(self._own_count(target))
         if not self._mean:
@@ -254,6 +260,7 @@ class UserLoss(Loss):
         return samples(target)
 
     def apart(self, training: bool = True) -> UserLoss:
+        """A deep copy. ValueError where the function cannot be copied."""
         with refusing(lambda error: f"{self._where}: {self._name} {_UNCOPIED} ({said(error)})"):
             function = copy.deepcopy(self._function)
         made = UserLoss(function, self._where)

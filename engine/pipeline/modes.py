@@ -12,8 +12,10 @@ from torch import nn
 
 
 def begin_training(module: nn.Module) -> None:
-    """Training mode for a module that was just built: what its maker has put into evaluation stays there, and so does
-    what its own `train()` puts there."""
+    """Put a module that was just built into training mode.
+
+    What its maker has put into evaluation stays there, and so does what its own `train()` puts there.
+    """
     left = _flags([module])
     module.train()
     for part, training in left.items():

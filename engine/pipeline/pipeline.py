@@ -14,8 +14,8 @@ drive the same class.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, Self
+from contextlib import contextmanager, nullcontext
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,21 +31,15 @@ from engine.pipeline.batches.window import Window
 from engine.pipeline.dtypes import to_device
 from engine.pipeline.layers import Given, layers_of
 from engine.pipeline.losses import Loss, make_loss
-from engine.pipeline.prepared import Prepared, prepare_alone
+from engine.pipeline.prepared import Prepared, device_in, prepare_alone
 from engine.pipeline.runner import Context, Runner, forward_context
+from engine.pipeline.seeds import undisturbed
 from engine.pipeline.stage.overlap import ARGUMENTS, Overlap
 from engine.pipeline.states import WholeState
 from engine.pipeline.updates.updater import BUCKET_BYTES, UpdateRules
 from engine.plan.schedules import SCHEDULES
 from engine.targets import check_arguments
 from engine.telemetry.position import place_of
-
-
-class Ran(NamedTuple):
-    """A step on this rank: loss sums of the micro-batches whose loss is computed here, and what they count."""
-
-    losses: list[float]
-    counted: float
 
 
 class Pipeline(Runner):
@@ -106,18 +100,19 @@ class Pipeline(Runner):
             check_arguments(overlap, ARGUMENTS, "overlap")
         if prepared is None:
             world = current()
-            device = world.transport.device if device is None else device
+            device = device_in(world, device)
         on = torch.device(device or "cpu")
         within = forward_context(autocast, on)
-        if prepared is None:
-            division = Shards if shard_optimizer else None
-            rules = UpdateRules(optimizer, lr_scheduler, clip_norm, clip_norm_type, division, bucket_bytes)
-            prepared = prepare_alone(
-                given, scoring, world, schedule=schedule, microbatches=microbatches, ranks=ranks, replicas=replicas,
-                options=options or {}, split=split, allreduce=allreduce, rules=rules, device=on, dtype=dtype,
-                autocast=within,
-            )  # fmt: skip
-        super().__init__(given, scoring, prepared, schedule, on, dtype, within, seed, overlap)
+        with undisturbed(on) if prepared is None else nullcontext():
+            if prepared is None:
+                division = Shards if shard_optimizer else None
+                rules = UpdateRules(optimizer, lr_scheduler, clip_norm, clip_norm_type, division, bucket_bytes)
+                prepared = prepare_alone(
+                    given, scoring, world, schedule=schedule, microbatches=microbatches, ranks=ranks, replicas=replicas,
+                    options=options or {}, split=split, allreduce=allreduce, rules=rules, device=on, dtype=dtype,
+                    autocast=within,
+                )  # fmt: skip
+            super().__init__(given, scoring, prepared, schedule, on, dtype, within, seed, overlap)
         self._microbatches = SCHEDULES[schedule].per_update(microbatches)
         self._state = WholeState(self.stages, self.tables.placement, prepared.transport, prepared.connections.label)
         self._done = 0  # steps
@@ -147,7 +142,7 @@ class Pipeline(Runner):
             return self._stream(shares)
         losses = []
         for share in shares:
-            with _placed():
+            with self._guarded():
                 ran = self.run(share, self._done)
             self._done += 1
             losses += self._means([(sum(ran.losses), ran.counted)])
@@ -163,7 +158,7 @@ class Pipeline(Runner):
             found.append((sum(losses), counted))
 
         pieces = [[rows for piece in share.pieces for rows in piece] for share in shares]
-        with _placed():
+        with self._guarded():
             self.run_window(self.window(first, pieces, lambda step: shares[step - first], shares[0], after))
         self._done += len(shares)
         return self._means(found)
@@ -186,7 +181,7 @@ class Pipeline(Runner):
             if output is not None:
                 output(made, target)
 
-        with _placed(), self.evaluating():
+        with self._guarded(), self.evaluating():
             if share.pieces:
                 self.run_evaluation(share, loss, evaluated)
         return self._means([(found[0], found[1])])[0]
@@ -298,19 +293,20 @@ class Pipeline(Runner):
         )
         return ReplicaBatch(given, target, [sizes(rows, microbatches)] if rows else [])
 
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Around computations: generators are left alone; what is raised says in a note where in the program it was."""
+        try:
+            with undisturbed(self.device):
+                yield
+        except BaseException as error:
+            if (place := place_of(error)).action is not None:
+                where = f"stage {place.stage}, micro-batch {place.microbatch}"
+                error.add_note(f"in {place.action} of the pipeline ({where})")
+            raise
+
     def _means(self, found: Sequence[tuple[float, float]]) -> list[Tensor]:
         """Of (loss sum, count) pairs of this rank: the mean losses over all ranks."""
         table = torch.tensor(found, dtype=torch.float64, device=self._prepared.transport.device)
         self.communicators.sum_losses(table)
         return list((table[:, 0] / table[:, 1]).cpu().unbind())
-
-
-@contextmanager
-def _placed() -> Iterator[None]:
-    """Whatever is raised within says in a note where in the program that was."""
-    try:
-        yield
-    except BaseException as error:
-        if (place := place_of(error)).action is not None:
-            error.add_note(f"in {place.action} of the pipeline (stage {place.stage}, micro-batch {place.microbatch})")
-        raise

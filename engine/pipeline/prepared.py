@@ -21,6 +21,7 @@ from engine.plan.programs import StepPrograms
 from engine.plan.schedules import SCHEDULES
 from engine.telemetry.trace import Tracer
 from engine.transport import Transport
+from engine.transport.threads import ThreadTransport
 
 
 def untraced() -> Tracer:
@@ -47,6 +48,23 @@ class Prepared:
     tracer: Tracer = field(default_factory=untraced)
     observer: Observer = field(default_factory=Observer)
     independent: bool = False
+
+
+def device_in(world: World, device: torch.device | str | None) -> torch.device:
+    """Where a rank of `world` computes; by default where its transport is.
+
+    ValueError for a device between whose kind the ranks are not connected; ranks that are threads share all of them.
+    """
+    connected = world.transport.device
+    chosen = connected if device is None else torch.device(device)
+    if chosen.type != connected.type and not isinstance(world.transport, ThreadTransport):
+        raise ValueError(
+            f"device={chosen}, but the ranks are connected for {connected.type}: call "
+            f"engine.init(device={chosen.type!r}) first, or leave device out"
+        )
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={chosen}, but torch finds no GPU here: use device='cpu', or leave device out")
+    return chosen
 
 
 def prepare_alone(

@@ -39,6 +39,26 @@ def seed_for(seed: int, *parts: int | str) -> int:
 
 
 @contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Leave the default generators of torch, numpy and random as they were, whatever is seeded within.
+
+    Ranks that are threads share the generators: there they are only left as one of these found them.
+    """
+    gpu = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
+    own = [torch.default_generator, *([gpu] if gpu is not None else [])]
+    with _DRAWING:
+        before = [generator.get_state() for generator in own], np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        with _DRAWING:  # never while another rank draws
+            for generator, state in zip(own, before[0], strict=True):
+                generator.set_state(state)
+            np.random.set_state(before[1])
+            random.setstate(before[2])
+
+
+@contextmanager
 def drawing(seed: int, device: torch.device) -> Iterator[None]:
     """Run a block that draws from torch's default generators, seeded, and alone in this process."""
     with _DRAWING:

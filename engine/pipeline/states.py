@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -20,16 +19,21 @@ MOST_NAMED = 5
 
 
 class WholeState:
-    """As the rank that holds `stages` sees it. Channels between any two ranks are opened when they are first needed."""
+    """The state of the whole model: gathered on every rank, and loaded into the `stages` of this one.
+
+    Channels between any two ranks are opened when they are first needed.
+    """
 
     def __init__(self, stages: Mapping[int, Stage], placement: Placement, transport: Transport, label: str) -> None:
         self._stages, self._placement, self._transport, self._label = stages, placement, transport, f"{label}state"
+        self._group: Group | None = None
 
-    @cached_property
-    def _group(self) -> Group:
-        everybody = range(self._transport.world)
-        self._transport.open(Group.edges(everybody, self._label))
-        return Group(self._transport, everybody, self._label)
+    def _everybody(self) -> Group:
+        if self._group is None:  # not a cached_property, whose lock all ranks that are threads would share
+            ranks = range(self._transport.world)
+            self._transport.open(Group.edges(ranks, self._label))
+            self._group = Group(self._transport, ranks, self._label)
+        return self._group
 
     def gather(self) -> dict[str, Any]:
         """Name -> a copy on the CPU, in the order of the model: what the first copies of replica 0 hold."""
@@ -64,7 +68,7 @@ class WholeState:
     def _from_owner(self, stage: int, value: Any) -> Any:
         if self._transport.world == 1:
             return value
-        return broadcast_value(value, self._placement.rank_of[0][stage], self._group)
+        return broadcast_value(value, self._placement.rank_of[0][stage], self._everybody())
 
 
 def _copy(value: Any) -> Any:

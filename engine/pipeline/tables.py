@@ -31,8 +31,11 @@ from engine.plan.programs import StepPrograms, Updates
 
 
 class Tables(ABC):
-    """`names`, `trainable`: of each layer its name and how many parameter tensors require grad. `draws`: layers that
-    draw random numbers in training, and the number behind the last where the loss does; it may grow."""
+    """Programs, split and messages of a pipeline.
+
+    `names`, `trainable`: of each layer its name and how many parameter tensors require grad. `draws`: layers that draw
+    random numbers in training, and the number behind the last where the loss does; it may grow.
+    """
 
     placement: Placement
     split: tuple[int, ...]
@@ -54,7 +57,7 @@ class Tables(ABC):
 
 
 class JobTables(Tables):
-    """Those of a job."""
+    """Tables of a job: proven before its workers start."""
 
     def __init__(self, job: Job) -> None:
         self.placement, self.split = job.placement, job.split
@@ -78,7 +81,7 @@ class JobTables(Tables):
 
 
 class FoundTables(Tables):
-    """Those of `engine.Pipeline`, found from its layers.
+    """Tables of `engine.Pipeline`, found from its layers and batches.
 
     `split` names the layers that begin stages 1..S-1; None: as even by parameters as can be. ValueError for layers,
     splits and batches that cannot be.

@@ -24,7 +24,7 @@ from engine.errors import message_of, refusing, said
 from engine.job import MessageSpec
 from engine.pipeline.batches.microbatch import take
 from engine.pipeline.dtypes import to_device
-from engine.pipeline.inspection.fake_model import Watch
+from engine.pipeline.inspection.fake_model import OperatorLog
 from engine.pipeline.losses import Loss, stand_in
 from engine.pipeline.messages.boundary import describe
 from engine.training.source import pair
@@ -132,7 +132,7 @@ def _summed(loss: Loss, output: Any, target: Any) -> tuple[float, float, float]:
     asked = loss.apart(training=False)
     given = pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, output)
     try:
-        with refusing(said), torch.no_grad(), Watch() as watch:
+        with refusing(said), torch.no_grad(), OperatorLog() as watch:
             found = asked(given, target)
             result = float(found), float(asked.count(target, describe(output))), _TOLERANCE.get(found.dtype, 0.0)
     except ValueError as error:

@@ -18,9 +18,10 @@ from engine.settings import Settings
 
 
 def choose(settings: Settings, env: Mapping[str, str], gpus: int) -> str:
-    """ "cpu" or "cuda" for a run. `auto`: GPUs where every rank of this host finds one, of so many visible ones.
+    """The device of a run, "cpu" or "cuda".
 
-    ValueError where the GPUs that `device=cuda` asks for are not there.
+    `auto` takes GPUs where every rank of this host finds one of the `gpus` visible ones. ValueError where the GPUs that
+    `device=cuda` asks for are not there.
     """
     shared = settings.launch == "threads"
     seat = seat_of(int(env.get("RANK", "0")), settings.world, env, gpus)

@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset, default_collate
 from engine.errors import a_type, cause, refusing, said
 from engine.job import MessageSpec, TensorSpec
 from engine.pipeline.dtypes import to_device
-from engine.pipeline.inspection.fake_model import Watch
+from engine.pipeline.inspection.fake_model import OperatorLog
 from engine.pipeline.losses import Loss, stand_in
 from engine.pipeline.messages.boundary import shapes
 from engine.pipeline.messages.nesting import template
@@ -89,13 +89,15 @@ def try_loss(
     dtype: torch.dtype,
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> bool:
-    """Call the loss with a stand-in for `output`, which is that of `rows` samples, and a batch of as many `target`s, as
-    the last stage of a CPU will. Whether it drew random numbers."""
+    """Call the loss as the last stage of a CPU will; whether it drew random numbers.
+
+    It gets a stand-in for `output`, which is that of `rows` samples, and a batch of as many `target`s.
+    """
     given, loss = _as_output(output), loss.apart()
     with refusing(lambda error: f"model.loss fails on an output of {shapes(given)}: {said(error)}"):
         expected = to_device(default_collate([target] * rows), torch.device("cpu"), dtype)
     complaint = f"model.loss fails on the model's output ({shapes(given)}) and the data's targets ({shapes(expected)})"
-    with refusing(lambda error: f"{complaint}: {cause(error)}"), autocast(), Watch() as watch:
+    with refusing(lambda error: f"{complaint}: {cause(error)}"), autocast(), OperatorLog() as watch:
         total = loss(given, expected)
         count = loss.count(expected, output)
         loss.scored(given, expected)

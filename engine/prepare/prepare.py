@@ -201,8 +201,10 @@ def _check_batch(settings: Settings) -> None:
 
 
 def _measure_data(settings: Settings) -> tuple[dict[str, int], dict[str, Sample], Any]:
-    """Length and first item of the training data ("train") and of the held-out data ("eval": 0 and none without), and
-    the training data."""
+    """Lengths and first items of the data sets, and the training data itself.
+
+    "train" and "eval" stand for training and held-out data; without the latter its length is 0, and it has no item.
+    """
     lengths, items, sources = {"train": 0, "eval": 0}, {}, {}
     for mode, where in (("train", "data"), ("eval", "data.evaluation")):
         source = dataset(settings.data, evaluation=mode == "eval")
@@ -232,8 +234,10 @@ def _try_parts(
     items: Mapping[str, Sample],
     boundaries: Mapping[tuple[str, int], tuple[MessageSpec, ...]],
 ) -> bool:
-    """What fake tensors do not show: losses that look at values, optimizers that need more than gradients. Whether the
-    loss draws random numbers."""
+    """Try loss, optimizer and scheduler on real numbers; whether the loss draws random ones.
+
+    Fake tensors do not show losses that look at values, nor optimizers that need more than gradients.
+    """
     drawn = []
     if settings.device == "cpu":
         autocast = autocast_of(settings.precision, torch.device("cpu"))

@@ -1,1 +1,1 @@
-"""The loop of one rank: samples, accumulation, evaluation, update."""
+"""The loop of one rank of a run: samples into its pipeline, evaluations between, records out."""

@@ -132,7 +132,7 @@ class AsynchronousSGD:
                 self.updates.append(update)
 
     def serve(self) -> None:
-        """Before the first step: the servers here begin to serve."""
+        """Start the servers of this rank; call before the first step."""
         for reducer in self._reducers.values():
             reducer.serve(self._steps)
 
@@ -162,7 +162,7 @@ class AsynchronousSGD:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """No server here applies anything meanwhile."""
+        """Within, no server on this rank applies a push."""
         with ExitStack() as stack:
             for reducer in self._reducers.values():
                 if reducer.server is not None:
@@ -176,13 +176,13 @@ class AsynchronousSGD:
                 reducer.server.check()
 
     def join(self) -> None:
-        """After the last step: until nobody needs the servers here any more."""
+        """Wait, after the last step, until nobody needs the servers of this rank any more."""
         for reducer in self._reducers.values():
             if reducer.server is not None:
                 reducer.server.join()
 
     def close(self) -> None:
-        """However the run ended: the servers here serve nobody any more."""
+        """End the servers of this rank, however the run ended."""
         for reducer in self._reducers.values():
             if reducer.server is not None:
                 reducer.server.close()

@@ -30,6 +30,7 @@ class Batches:
 
     @property
     def per_epoch(self) -> int:
+        """Batches of an epoch."""
         return self.samples // self.global_size if self.drop_last else -(-self.samples // self.global_size)
 
     def steps(self, steps: int | None, epochs: int | None) -> int:

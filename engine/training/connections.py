@@ -26,7 +26,10 @@ OWN = 12  # files that a worker has open by itself
 
 
 def connections(job: Job) -> Connections:
-    """All of the run's. Where the optimizer is divided, the copies of a stage have a channel between any two."""
+    """Every channel and group of a run.
+
+    Where the optimizer is divided, the copies of a stage have a channel between any two.
+    """
     settings = job.settings
     programs = [*job.steps.values(), *job.streams.values(), *job.evaluations.values()]
     kind_of, edges_of = partial(collective_of, settings), partial(_reduction_edges, job)

@@ -116,7 +116,7 @@ class WaitingCores(Waits):
         self._due = now()
 
     def also(self, threads: Sequence[int]) -> None:
-        """They are kept to the share as long as it is quiet, waited for or not."""
+        """Keep `threads` to the share as long as it is quiet, whether they wait or not."""
         self._bringing += threads
 
     def keep(self, wait: Callable[[], T]) -> T:

@@ -59,12 +59,12 @@ class BatchStream:
             self._data = loader(settings.data, data, self.batches, self._replica, self.steps, device)
 
     def take(self, step: int) -> ReplicaBatch:
-        """The share of a step; steps are taken in order."""
+        """This replica's batch of a step, loaded if it is not yet; steps are taken in order."""
         self.fetch(step)
         return self._held.pop(step)
 
     def fetch(self, step: int) -> None:
-        """Load the share of a step ahead; nothing where it is loaded already or the run has no such step."""
+        """Load the batch of a step ahead; does nothing where it is loaded already or the run has no such step."""
         if step in self._held or step >= self.steps:
             return
         settings, pieces = self._job.settings, self.pieces(step)

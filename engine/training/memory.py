@@ -22,8 +22,11 @@ from engine.pipeline.updates.norms import Update
 
 
 class StaticMemory:
-    """`divided`: the optimizer's work is; each rank is then handed the gradients of its own part only, but its
-    backwards have made them all."""
+    """Bytes of parameters, gradients, buckets and optimizer state of one rank.
+
+    `divided`: the optimizer's work is. Each rank is then handed the gradients of its own part only, but its backwards
+    have made them all.
+    """
 
     def __init__(
         self, stages: Iterable[Stage], reducers: Iterable[Reducer], updates: Iterable[Update], divided: bool
@@ -33,7 +36,7 @@ class StaticMemory:
         self._gradients = 0
 
     def before_update(self) -> None:
-        """The gradients are complete."""
+        """Count the gradients; call when they are complete."""
         own = [p for module in self._layers for p in module.parameters()]
         if self._divided:
             self._gradients = sum(p.nbytes for p in own if p.requires_grad)

@@ -121,8 +121,11 @@ def loader(
 
 
 def _explained(found: Iterator[Any]) -> Iterator[Any]:
-    """The batches that a loader's processes make. ExhaustedError where they cannot hand one over; what an item of the
-    data set raised is said in a line, without that process's traceback."""
+    """The batches that a loader's processes make.
+
+    ExhaustedError where they cannot hand one over. What an item of the data set raised is said in a line, without that
+    process's traceback.
+    """
     while True:
         try:
             batch = next(found)
@@ -161,7 +164,7 @@ def without_room(error: Exception) -> ExhaustedError | None:
 
 
 def _seeded(found: Iterator[Any], seed: int, replica: int) -> Iterator[Any]:
-    """The same, each batch loaded from a seed of its own. (The processes of a loader are seeded by it.)"""
+    """The batches of `found`, each loaded from a seed of its own. A loader seeds its own processes by itself."""
     for number in natural():
         with loading(seed, number, replica):
             batch = next(found, None)

@@ -107,7 +107,7 @@ class Worker(Observer):
         )  # fmt: skip
 
     def run(self) -> None:
-        """All steps, and the evaluations between and after them."""
+        """Run all steps, and the evaluations between and after them."""
         hello = {"rank": self.world_rank, "pid": os.getpid(), "device": str(self.device)}
         self.post(encode("ready", hello | {"threads": torch.get_num_threads()}))
         self._compare_clocks()
@@ -211,8 +211,11 @@ class Worker(Observer):
         self._unsent = send
 
     def _layers(self, lasted: dict[int, int]) -> npt.NDArray[np.int64]:
-        """Of each layer here, where the step was traced: its number, ns of its forwards, bytes that a micro-batch
-        leaves there, bytes of its parameters; the number after the last is the loss: [n, 4]."""
+        """A line for each layer here, where the step was traced: [n, 4].
+
+        Its number (the one after the last is the loss), ns of its forwards, bytes that a micro-batch leaves there, and
+        bytes of its parameters.
+        """
         rows = []
         for stage in self.stages.values() if lasted else ():
             kept = stage.saved_by_layer()
@@ -251,7 +254,7 @@ class Worker(Observer):
     # -- what the pipeline tells and asks ---------------------------------------------------------------------------
 
     def before_update(self) -> None:
-        """Keep what is to be reported of the gradients."""
+        """Note the norm and the bytes of the gradients, for the records."""
         if self._memory is not None:
             self._memory.before_update()
         self._local_norm = self.pipeline.updater.clip_norms.local()

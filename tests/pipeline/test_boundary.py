@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.pipeline.messages.boundary import Header, Layout, Message, Packet, Parcel, describe, tensors_of
+from engine.pipeline.messages.boundary import Header, Layout, Message, ReceiveBuffer, SendBuffer, describe, tensors_of
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -25,11 +25,11 @@ def sent(layout: Layout, tensors: Sequence[torch.Tensor | None], header: Header)
     around = torch.full((layout.nbytes + 8192,), 7, dtype=torch.uint8)
     memory = around[4096:][: layout.nbytes]  # a packet may lie in the middle of a larger memory
     memory.fill_(255)
-    packet = Packet(layout, memory)
+    packet = SendBuffer(layout, memory)
     packet.fill([None] * len(tensors), Header(9, 9, 9))
     packet.fill(tensors, header)
     assert (around[:4096] == 7).all() and (around[4096 + layout.nbytes :] == 7).all()
-    return packet.buffer.clone()
+    return packet.memory.clone()
 
 
 def through(value: object) -> object:
@@ -39,7 +39,7 @@ def through(value: object) -> object:
     layout = message.forward
     buffer = sent(layout, tensors_of(value), Header(3, 4, 5))
     assert buffer.numel() == layout.nbytes
-    tensors, acknowledged = Parcel(layout, buffer).open(3, 4)
+    tensors, acknowledged = ReceiveBuffer(layout, buffer).open(3, 4)
     assert acknowledged == 5
     received, _ = message.enter(tensors, torch.zeros((), requires_grad=True))
     return received
@@ -111,14 +111,14 @@ def test_gradients_come_back_and_absent_ones_stay_absent() -> None:
     message = Message(describe((torch.ones(2, requires_grad=True), torch.arange(3), torch.ones(4, requires_grad=True))))
     layout = message.forward
     given = [torch.full((2,), 3.0), torch.arange(3), torch.ones(4)]
-    received, _ = Parcel(layout, sent(layout, given, Header(0, 0, 0))).open(0, 0)
+    received, _ = ReceiveBuffer(layout, sent(layout, given, Header(0, 0, 0))).open(0, 0)
     (a, ids, _), box = message.enter(received, torch.zeros((), requires_grad=True))
     assert not ids.requires_grad
     (a * a).sum().backward()
     assert box[0].tolist() == [6.0, 6.0]
     assert box[1] is None
     back = message.backward
-    gradients, _ = Parcel(back, sent(back, box, Header(1, 0, 0))).open(1, 0)
+    gradients, _ = ReceiveBuffer(back, sent(back, box, Header(1, 0, 0))).open(1, 0)
     assert gradients[0].tolist() == [6.0, 6.0]
     assert gradients[1] is None
 
@@ -146,7 +146,7 @@ def test_an_in_place_first_layer_spoils_nothing() -> None:
     """Two tensors of one message: one is changed in place after the other was saved for backward."""
     message = Message(describe((torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True))))
     layout = message.forward
-    tensors, _ = Parcel(layout, sent(layout, [torch.ones(2), torch.ones(2)], Header(0, 0, 0))).open(0, 0)
+    tensors, _ = ReceiveBuffer(layout, sent(layout, [torch.ones(2), torch.ones(2)], Header(0, 0, 0))).open(0, 0)
     (a, b), box = message.enter(tensors, torch.zeros((), requires_grad=True))
     saved = b * b
     (a.mul_(3).relu_() + saved).sum().backward()
@@ -158,7 +158,7 @@ def test_a_message_out_of_step_is_found() -> None:
     layout = Message(describe(torch.ones(2))).forward
     buffer = sent(layout, [torch.ones(2)], Header(1, 2, 0))
     with pytest.raises(RuntimeError, match=r"expected stage 1, micro-batch 3.*received stage 1, micro-batch 2"):
-        Parcel(layout, buffer).open(1, 3)
+        ReceiveBuffer(layout, buffer).open(1, 3)
 
 
 def test_differences_are_named() -> None:

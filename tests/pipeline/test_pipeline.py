@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import toys
 from program_strategies import EVERY
 from torch import Tensor, nn
+from torch.distributed import HashStore
+from workers import RUNS
 
 import engine
+from engine.distributed.world import World, bind
 from engine.plan.features import COPIES, SPLIT, features
 from engine.plan.schedules import SCHEDULES, build
+from engine.transport import Transport
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 SYNCHRONOUS = [name for name in EVERY if set(features(build(name, 4, 8))) <= {SPLIT, COPIES}]
@@ -431,6 +437,39 @@ class Breaks(nn.Module):
         return x
 
 
+@pytest.mark.parametrize("transport", ["gloo", "shared"])
+def test_other_transports_carry_the_same(transport: str) -> None:
+    """As under torchrun, where a GPU is refused to ranks that are connected between CPUs."""
+    data, store = batches([8, 5], tokens=3), HashStore()
+    loss = toys.TokenLoss()
+    net = model()
+
+    def mean(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten())
+
+    expected = train(net, plain_step(net, mean), lambda most: nn.utils.clip_grad_norm_(net.parameters(), most), data)
+    made = [model() for _ in range(4)]
+
+    def main(end: Transport) -> tuple[list[tuple[float, float]], dict[str, Tensor]]:
+        world = World(end, store)
+        bind(lambda: world)
+        try:
+            with pytest.raises(ValueError, match="device=cuda, but the ranks are connected for cpu"):
+                engine.Pipeline(made[end.rank], loss, device="cuda")
+            piped = engine.Pipeline(made[end.rank], loss, schedule="1f1b", microbatches=2, replicas=2)
+            shares = [share(batch, piped.replica, 2) for batch in data]
+            found = train(piped, piped.step, piped.clip_grad_norm_, shares)
+            state = piped.state_dict()
+            piped.close()
+            return found, state
+        finally:
+            bind(None)
+
+    for found, state in RUNS[transport](4, main):
+        assert found == [pytest.approx(each, rel=1e-9) for each in expected]
+        close(state, net.state_dict())
+
+
 def test_the_first_true_error_says_where_it_was() -> None:
     def loop() -> None:
         layers = [nn.Linear(6, 6).double(), Breaks(), nn.Linear(6, 3).double()]
@@ -452,3 +491,27 @@ def test_a_rank_that_fails_before_it_meets_the_others_ends_the_run() -> None:
         engine.run_threads(3, loop, [])
     with pytest.raises(ValueError, match="ranks=0 must be a whole number"):
         engine.run_threads(0, loop, [])
+
+
+def test_what_the_user_draws_is_left_alone() -> None:
+    """Layers are built, and masks drawn, from seeds of their own; a loop's generators go on as in a plain one."""
+
+    def drawn() -> list[float]:
+        return [float(torch.rand(())), float(np.random.rand()), random.random()]
+
+    def seed() -> None:
+        torch.manual_seed(4)
+        np.random.seed(4)
+        random.seed(4)
+
+    seed()
+    expected = [drawn() for _ in range(3)]
+    seed()
+    layers = [(name, lambda make=make: make().double()) for name, make in toys.mlp4(6, 3, p=0.5)]
+    piped = engine.Pipeline(layers, nn.functional.cross_entropy, microbatches=2)
+    found = [drawn()]
+    piped.step(batches([4])[0])
+    found.append(drawn())
+    piped.evaluate(batches([4])[0])
+    assert [*found, drawn()] == expected
+    assert {0, 1, 2} <= piped.tables.draws

@@ -104,10 +104,11 @@ class GlobalCount:
 
     @staticmethod
     def alone(total: torch.Tensor) -> Callable[[], None]:
-        """For `start`: nothing is summed."""
+        """A `start` for replicas that count by themselves: it sums nothing."""
         return lambda: None
 
     def __call__(self) -> float:
+        """The sum over replicas; waits for it the first time."""
         if self._wait is not None:
             start = self._tracer.mark()
             self._wait()

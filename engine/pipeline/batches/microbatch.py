@@ -76,7 +76,7 @@ def _at(where: str) -> str:
 
 
 def offsets(pieces: Sequence[int]) -> list[int]:
-    """Where each piece starts."""
+    """The first row of each piece."""
     return [sum(pieces[:i]) for i in range(len(pieces))]
 
 

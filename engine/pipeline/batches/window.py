@@ -60,7 +60,7 @@ class Window:
         return self.first + self._done
 
     def updated(self) -> tuple[int, list[float], float]:
-        """An update is done: how many micro-batches were in it, their loss sums, and what they counted here."""
+        """Note that an update is done; its micro-batches, their loss sums, and what they counted on this rank."""
         size = self.updates[self._done]
         losses = [self.feed.losses.pop(m, None) for m in range(self._finished, self._finished + size)]
         held = self._held.pop(self._done, None)

@@ -39,6 +39,7 @@ class Holdings:
         self._saved: set[int] = set()
 
     def saving(self) -> AbstractContextManager[Any]:
+        """Around the forward: note what autograd saves for the backward."""
         return torch.autograd.graph.saved_tensors_hooks(self._see, lambda tensor: tensor)
 
     def _see(self, tensor: Tensor) -> Tensor:
@@ -46,7 +47,7 @@ class Holdings:
         return tensor
 
     def changes(self, written: Mapping[int, Tensor]) -> Changes:
-        """`written`: the memory that operators have written to since."""
+        """What the forward has changed; `written` is the memory that operators have written to since."""
         touched = [name for name, (_, memory) in self._memory.items() if memory in written]
         moved = [name for name, (tensor, memory) in self._memory.items() if memory_of(tensor) != memory]
         parameters = [name for name in self._parameters if name in touched or name in moved]
@@ -54,7 +55,7 @@ class Holdings:
 
 
 def memory_of(tensor: Tensor) -> int:
-    """A number for what the tensor lies in, alike for all that lies there; of its own where none is (sparse)."""
+    """A number for the tensor's storage, equal for all views of it; its own where it has none (sparse)."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError, ValueError):
@@ -73,7 +74,7 @@ def _held(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def check_changes(
     changes: Mapping[int, Changes], names: list[str], split: tuple[int, ...], compute: Program, replicas: int
 ) -> None:
-    """Refuse what cannot be right under the run's schedule and replicas; `changes` by layer, of those that have any."""
+    """Raise ValueError for changes that the schedule or replicas would make wrong; `changes` by layer."""
     for layer, found in changes.items():
         stage = max(s for s, first in enumerate(split) if first <= layer)
         if found.parameters and (replicas > 1 or compute.placement.copies > 1 or compute.asynchronous):
@@ -92,8 +93,11 @@ def check_changes(
 
 
 def check_synchronised(modules: Sequence[nn.Module], names: Sequence[str], compute: Program, replicas: int) -> None:
-    """Refuse BatchNorm over all replicas where there are more than one, or two copies of a stage: it looks for them in
-    a default process group, of which there is none, and would silently normalise over its own samples."""
+    """Refuse nn.SyncBatchNorm where a stage has copies, over replicas or within a pipeline.
+
+    It looks for them in a default process group, of which there is none, and would silently normalise over its own
+    samples.
+    """
     if replicas * compute.placement.copies == 1:
         return
     for name, module in zip(names, modules, strict=True):

@@ -42,8 +42,11 @@ _ALONE = threading.RLock()  # ranks may be threads, and what is patched or filte
 _PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv"))
 
 
-class Watch(TorchDispatchMode):
-    """Notices operators that use a random generator; refuses products that torch lets pass only where they are fake."""
+class OperatorLog(TorchDispatchMode):
+    """Log of the operators of a fake pass: which draw, and what they write to.
+
+    Products that torch lets pass only where they are fake raise TypeError.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,8 +124,11 @@ class FakeModel:
         return [p for module in self.modules for p in module.parameters() if p.requires_grad]
 
     def layers(self) -> tuple[Layer, ...]:
-        """What the job holds of each layer. Call it after the training passes, which find the layers that draw and, as
-        of the last pass, what each would send."""
+        """What a job holds of each layer.
+
+        Call it after the training passes, which find the layers that draw and, as of the last pass, what each would
+        send.
+        """
         return tuple(
             Layer(
                 name,
@@ -151,7 +157,7 @@ class FakeModel:
         training: bool,
         loss: Loss | None,
     ) -> tuple[MessageSpec, ...]:
-        """The same for a fake micro-batch (input, target) that `batch` makes, called under the mode."""
+        """What each stage hands on for a fake micro-batch (input, target), which `batch` makes under FakeTensorMode."""
         ends = {start - 1 for start in split[1:]} | {len(self.modules) - 1}
         specs = []
         tried = None if loss is None else loss.apart(training)
@@ -176,13 +182,18 @@ class FakeModel:
             self._sends = sends
 
     def _try_loss(self, loss: Loss | None, output: Any, target: Any) -> None:
-        """Whether the loss takes such an output and target, and whether it draws. One that looks at values can only be
-        tried for real."""
+        """Call the loss on a fake output and target, and note whether it draws random numbers.
+
+        One that looks at values can only be tried for real.
+        """
         if loss is None:
             return
         given = f"the model's output ({shapes(output)}) and the data's targets ({shapes(target)})"
         try:
-            with Watch() as watch, refusing(lambda e: f"model.loss fails on {given}: {cause(e)}", *_LOOKS_AT_VALUES):
+            with (
+                OperatorLog() as watch,
+                refusing(lambda e: f"model.loss fails on {given}: {cause(e)}", *_LOOKS_AT_VALUES),
+            ):
                 loss(output, target)
             self.random_loss |= watch.drawn
         except _LOOKS_AT_VALUES:
@@ -199,7 +210,7 @@ class FakeModel:
         held = Holdings(module)
         with (
             refusing(lambda error: f"{where}: {_with_remedy(error)}"),
-            Watch() as watch,
+            OperatorLog() as watch,
             held.saving(),
         ):
             result = module(value)

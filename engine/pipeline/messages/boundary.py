@@ -134,15 +134,17 @@ class Layout:
         return [self.over(buffer, i, strides) for i, strides in enumerate(self.strides)]
 
 
-class Packet:
-    """A message to be filled and sent, over and over: its buffer (uint8, `layout.nbytes`), and views of the header and
-    of each tensor's place. What a header says in every message stays in it."""
+class SendBuffer:
+    """The memory (uint8, `layout.nbytes`) of messages of one layout that are sent one after another.
 
-    def __init__(self, layout: Layout, buffer: Tensor) -> None:
+    It holds views of the header and of each tensor's place. What a header says in every message stays in it.
+    """
+
+    def __init__(self, layout: Layout, memory: Tensor) -> None:
         self.layout = layout
-        self.buffer = buffer
-        self._places = layout.places(buffer)
-        self._header = _memory_of(buffer)
+        self.memory = memory
+        self._places = layout.places(memory)
+        self._header = _bytes_of(memory)
         if self._header is not None:
             _HEAD.pack_into(self._header, 0, _MAGIC, 0, 0, 0, layout.nbytes)
         self._usual = False  # whether the header says that all is there, with the layout's strides
@@ -174,7 +176,7 @@ class Packet:
                 self._places[index].zero_()
             elif tensor.stride() != strides:
                 strides = dense(tensor.shape, tensor.stride())
-                self.layout.over(self.buffer, index, strides).copy_(tensor)
+                self.layout.over(self.memory, index, strides).copy_(tensor)
             words += [tensor is not None, *strides]
         return words
 
@@ -187,14 +189,14 @@ class Packet:
                 place.copy_(tensor)
 
 
-class Parcel:
-    """A message to be received: its buffer (uint8, `layout.nbytes`), and its tensors, ready for when it is there."""
+class ReceiveBuffer:
+    """The memory (uint8, `layout.nbytes`) of one message that is received, and its tensors over that memory."""
 
-    def __init__(self, layout: Layout, buffer: Tensor) -> None:
+    def __init__(self, layout: Layout, memory: Tensor) -> None:
         self.layout = layout
-        self.buffer = buffer
-        self._tensors = layout.places(buffer)
-        self._header = _memory_of(buffer)
+        self.memory = memory
+        self._tensors = layout.places(memory)
+        self._header = _bytes_of(memory)
 
     def open(self, stage: int, microbatch: int) -> tuple[list[Tensor | None], int]:
         """The tensors over the buffer (no copy) and the sender's acknowledged count.
@@ -217,12 +219,12 @@ class Parcel:
             at = 0
             for index, spec in enumerate(layout.tensors):
                 end = at + 1 + len(spec.shape)
-                tensors[index] = layout.over(self.buffer, index, words[at + 1 : end]) if words[at] else None
+                tensors[index] = layout.over(self.memory, index, words[at + 1 : end]) if words[at] else None
                 at = end
         return tensors, acknowledged
 
 
-def _memory_of(buffer: Tensor) -> memoryview | None:
+def _bytes_of(buffer: Tensor) -> memoryview | None:
     """The bytes of a message, where its header is read."""
     return buffer.numpy().data if buffer.device.type == "cpu" else None
 
@@ -319,8 +321,11 @@ def _aligned(nbytes: int) -> int:
 
 
 def dense(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """`stride` where the elements of such a tensor fill a block of memory once each, else that of its `clone()`: what
-    crosses is laid out as what one stage hands to the next on the same rank."""
+    """The strides that a tensor of this shape and stride has after it has crossed a boundary.
+
+    They are its own where its elements fill a block of memory once each, else those of its `clone()`: what crosses is
+    laid out as what one stage hands to the next on the same rank.
+    """
     expected = 1
     for size, step in sorted(zip(shape, stride, strict=True), key=lambda pair: pair[1]):
         if size == 1:

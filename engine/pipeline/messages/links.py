@@ -8,7 +8,7 @@ the other way, how many of ours it has consumed, those are done for certain:
     rank 0   ◄──B0 (ack 1)──   rank 1          rank 0 lets go of F0
 
 so memory is O(in flight) and nothing blocks. Where nothing travels back (evaluation), a sender holds at most
-`ONE_WAY` messages and then waits for the oldest. Backends that can be asked (NCCL, threads) are. Packets that are
+`ONE_WAY` messages and then waits for the oldest. Backends that can be asked (NCCL, threads) are. SendBuffers that are
 done are used again: what is sent in every step is laid out once.
 """
 
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.pipeline.messages.boundary import Header, Layout, Packet, Parcel
+from engine.pipeline.messages.boundary import Header, Layout, ReceiveBuffer, SendBuffer
 from engine.transport import Channel, Edge, Transport, Work
 
 ONE_WAY = 2
@@ -32,29 +32,29 @@ class Pending(NamedTuple):
     """A receive that has been posted."""
 
     work: Work
-    parcel: Parcel
+    buffer: ReceiveBuffer
     key: Key
 
 
 class _Outgoing:
-    """The sending end of a channel: what is under way, and packets to use again."""
+    """The sending end of a channel: what is under way, and buffers to use again."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.acknowledged = 0  # messages that the other side has consumed, counted over the whole run
-        self._under_way: deque[tuple[Work, Packet]] = deque()
+        self._under_way: deque[tuple[Work, SendBuffer]] = deque()
         self._done = 0
-        self._spare: dict[Layout, list[Packet]] = {}
+        self._spare: dict[Layout, list[SendBuffer]] = {}
 
-    def packet(self, layout: Layout, device: torch.device) -> Packet:
+    def buffer(self, layout: Layout, device: torch.device) -> SendBuffer:
         spare = self._spare.get(layout)
-        return spare.pop() if spare else Packet(layout, self.channel.empty(layout.nbytes, device))
+        return spare.pop() if spare else SendBuffer(layout, self.channel.empty(layout.nbytes, device))
 
-    def send(self, packet: Packet) -> None:
-        self._under_way.append((self.channel.isend(packet.buffer), packet))
+    def send(self, buffer: SendBuffer) -> None:
+        self._under_way.append((self.channel.isend(buffer.memory), buffer))
 
     def tidy(self) -> None:
-        """Put aside what is known to be done."""
+        """Take back the buffers of sends that are known to be done."""
         while self._under_way and (self._done < self.acknowledged or self._under_way[0][0].done()):
             self._finish()
 
@@ -63,18 +63,20 @@ class _Outgoing:
             self._finish()
 
     def _finish(self) -> None:
-        work, packet = self._under_way.popleft()
+        work, buffer = self._under_way.popleft()
         work.wait()
         self._done += 1
-        self._spare.setdefault(packet.layout, []).append(packet)
+        self._spare.setdefault(buffer.layout, []).append(buffer)
 
     def __len__(self) -> int:
         return len(self._under_way)
 
 
 class Links:
-    """Messages between the ranks of one replica. `base` is the world rank of its pipeline rank 0; `label` begins the
-    labels of its channels."""
+    """Messages between the ranks of one replica.
+
+    `base` is the world rank of its pipeline rank 0; `label` begins the labels of its channels.
+    """
 
     def __init__(self, transport: Transport, base: int, device: torch.device, label: str = "") -> None:
         self._transport, self._label = transport, label
@@ -97,8 +99,8 @@ class Links:
                 Edge(self._base + peer, self._transport.rank, self._label + kind)
             )
             self._consumed[key] = 0
-        parcel = Parcel(layout, torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device))
-        pending = Pending(self._incoming[key].irecv(parcel.buffer), parcel, key)
+        buffer = ReceiveBuffer(layout, torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device))
+        pending = Pending(self._incoming[key].irecv(buffer.memory), buffer, key)
         if (peer, _OPPOSITE[kind]) in self._outgoing:
             self._outgoing[peer, _OPPOSITE[kind]].tidy()
         return pending
@@ -108,7 +110,7 @@ class Links:
         pending.work.wait()
         peer, kind = pending.key
         try:
-            tensors, acknowledged = pending.parcel.open(stage, microbatch)
+            tensors, acknowledged = pending.buffer.open(stage, microbatch)
         except RuntimeError as error:
             raise RuntimeError(f"message {kind} from rank {peer} of the pipeline is out of step: {error}") from None
         self._consumed[pending.key] += 1
@@ -125,9 +127,9 @@ class Links:
             edge = Edge(self._transport.rank, self._base + peer, self._label + kind)
             self._outgoing[key] = _Outgoing(self._transport.channel(edge))
         outgoing = self._outgoing[key]
-        packet = outgoing.packet(layout, self._device)
-        packet.fill(tensors, Header(stage, microbatch, self._consumed.get((peer, _OPPOSITE[kind]), 0)))
-        outgoing.send(packet)  # it is on its way, everything else can wait until then
+        buffer = outgoing.buffer(layout, self._device)
+        buffer.fill(tensors, Header(stage, microbatch, self._consumed.get((peer, _OPPOSITE[kind]), 0)))
+        outgoing.send(buffer)  # it is on its way, everything else can wait until then
         outgoing.tidy()
         self.bytes_sent += layout.nbytes
 

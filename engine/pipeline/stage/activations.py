@@ -48,8 +48,11 @@ def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
 
 
 def recomputes(ends: Iterable[Any]) -> bool:
-    """Whether the backward behind `ends` may run layers again: what was saved is handed out by a hook, as
-    torch.utils.checkpoint does, or a node is a function of someone's own, as its other form is."""
+    """Whether the backward behind `ends` may run layers again.
+
+    It may where what was saved is handed out by a hook, as torch.utils.checkpoint does, or where a node is a function
+    of someone's own, as its other form is.
+    """
     return any(_is_foreign(node) or any(saved.unpack_hook for saved in _raw(node)) for node in nodes(ends))
 
 

@@ -17,25 +17,31 @@ Parts = tuple[Tensor | None, Tensor | None]
 
 
 class Kernel(Protocol):
-    """An operation of an input and parameters. `weight_gradients` reads the layout of `weight` only, not its values."""
+    """An operation of an input and parameters whose weight gradients can be computed later."""
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The output for the input `x`."""
 
-    def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor: ...
+    def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """The gradient of `x`, given that of the output."""
 
-    def weight_gradients(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: Wanted) -> Parts: ...
+    def weight_gradients(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: Wanted) -> Parts:
+        """The gradients of weight and bias that are `wanted`; of `weight` the layout is read, not the values."""
 
 
 class Linear:
     """[N, I] x [O, I] -> [N, O]. A product whose factor lies column after column is taken transposed, as torch does."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The output, x @ weight.T + bias: [N, O]."""
         return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
 
     def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """The product grad @ weight: [N, I]."""
         return torch.mm(weight.t(), grad.t()).t() if _by_columns(x) else torch.mm(grad, weight)
 
     def weight_gradients(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: Wanted) -> Parts:
+        """The product grad.T @ x, [O, I], and the sum of grad over samples, [O]."""
         to_weight = to_bias = None
         if wanted[0]:
             straight = _by_columns(weight.t())
@@ -58,12 +64,15 @@ class Convolution(NamedTuple):
     groups: int
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The convolution of `x`: [N, O, ...]."""
         return torch.convolution(x, weight, bias, *self._options)
 
     def input_gradient(self, grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """The transposed convolution of `grad`, of the shape of `x`."""
         return self._backward(grad, x, weight, (True, False, False))[0]
 
     def weight_gradients(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: Wanted) -> Parts:
+        """The gradients of weight and bias that are `wanted`, in their shapes."""
         like = weight if weight.dtype == x.dtype else torch.empty_like(weight, dtype=x.dtype)
         _, to_weight, to_bias = self._backward(grad, x, like, (False, *wanted))
         return to_weight, to_bias

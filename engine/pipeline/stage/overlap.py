@@ -40,6 +40,7 @@ class LayerCall:
     run: Callable[[Any], Any]
 
     def __call__(self, value: Any) -> Any:
+        """The layer's output for `value`, what the layer before returned."""
         return self.run(value)
 
 

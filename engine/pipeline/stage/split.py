@@ -66,7 +66,7 @@ class Later:
         self.at_once: set[Tensor] = set()  # leaves whose gradients do not wait
 
     def backward(self, roots: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
-        """I, from `roots` (tensors, or gradient edges).
+        """Run I, the input-gradient half, from `roots` (tensors, or gradient edges).
 
         Routed as the forward was: a layer that is recomputed in its backward must do again what it did. Gradients that
         a layer takes by itself, in its forward or in such a second one, are none of I's: nothing of them is put off.
@@ -87,7 +87,7 @@ class Later:
 
     @property
     def parameters(self) -> set[Tensor]:
-        """Whose gradients W will add."""
+        """The parameters whose gradients W will add."""
         return {parameter for entry in self._entries for parameter in entry.parameters}
 
     @property
@@ -97,7 +97,10 @@ class Later:
 
     @torch.no_grad()
     def run(self) -> None:
-        """W. A parameter's contributions are summed in their own precision (autocast's, say), as autograd does it."""
+        """Run W, the weight-gradient half.
+
+        A parameter's contributions are summed in their own precision (autocast's, say), as autograd does it.
+        """
         awaited = Counter(p for entry in self._entries for p in entry.parameters)
         totals: dict[Tensor, Tensor] = {}
         while self._entries:
@@ -196,7 +199,7 @@ _OPENED = {hiding: _opened(hiding) for hiding in (F.multi_head_attention_forward
 
 
 def _routable(weight: Tensor, bias: Tensor | None) -> bool:
-    """Real leaves, of which the weight is trained. (Under vmap and the like a leaf is more than it seems.)"""
+    """Whether both are real leaves, and the weight is trained. Under vmap and the like a leaf is more than it seems."""
     leaves = weight.is_leaf and weight.requires_grad and (bias is None or bias.is_leaf)
     return leaves and not weight.is_complex() and not torch._C._are_functorch_transforms_active()
 

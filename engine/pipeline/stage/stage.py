@@ -114,7 +114,7 @@ class Stage:
         return [(f"{layer.name}.{key}", value) for layer in self.layers for key, value in getattr(layer.module, what)()]
 
     def run(self, value: Any, draw: Draw | None) -> Any:
-        """The layers, one after another. `draw` is None in evaluation."""
+        """The output of the layers, run one after another; `draw` is None in evaluation."""
         with self._autocast():
             for layer in self.layers:
                 value = self._through(layer, value, draw)
@@ -229,7 +229,7 @@ class Stage:
     def backward_input(
         self, microbatch: int, gradients: Sequence[Tensor | None] | None, count: float | None
     ) -> list[Tensor | None]:
-        """The same without the weight gradients that can wait: what only these need is all that stays alive."""
+        """Backward of a micro-batch without the weight gradients that can wait: what only these need stays alive."""
         live = self._live.pop(microbatch)
         self.live_bytes -= live.nbytes
         assert live.later is not None, "a micro-batch whose backward comes whole"
@@ -240,7 +240,7 @@ class Stage:
         return live.box
 
     def backward_weight(self, microbatch: int) -> None:
-        """The weight gradients that `backward_input` has left, added to `.grad`."""
+        """Add the weight gradients that `backward_input` has left to `.grad`."""
         later, held = self._later.pop(microbatch)
         self.live_bytes -= held
         later.run()

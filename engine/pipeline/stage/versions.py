@@ -58,7 +58,7 @@ class Versions:
         self.peak = 1
 
     def begin(self, first: int, reads: npt.NDArray[np.int64]) -> None:
-        """A program begins after `first` optimizer steps; its micro-batch m reads version first + reads[m]."""
+        """Begin a program after `first` optimizer steps; its micro-batch m reads version first + reads[m]."""
         assert not self._forward, "micro-batches are in flight"
         self._reads = (reads + first).tolist()
         versions, uses = np.unique(reads + first, return_counts=True)

@@ -55,23 +55,28 @@ class Norms:
         return torch.linalg.vector_norm(present, self._power) if len(present) else present.new_zeros(())
 
     def local(self) -> Callable[[], float]:
-        """2-norm of what this rank counts, for the log: a function that may be called when there is time for it, even
-        if the gradients have gone by then."""
+        """A function that gives the 2-norm of what this rank counts, for the log.
+
+        It may be called when there is time for it, even if the gradients have gone by then.
+        """
         grads = [p.grad for p in self._parameters if p.grad is not None]
         norms = list(torch._foreach_norm(grads)) if grads else []
         return lambda: float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
 
 class PieceNorms(Norms):
-    """The same where each rank has pieces of the gradients: `parameters` are pieces, and a place may occur several
-    times. Rank `member` of `members` fills in a line of its own, and the norm of norms is that of the whole; the last
-    digits may differ. `exchange` sums over all ranks of the run."""
+    """Gradient p-norms of the whole model where each rank has pieces of the gradients.
+
+    `parameters` are pieces, and a place may occur several times. Rank `member` of `members` fills in a line of its own,
+    and the norm of norms is that of the whole; the last digits may differ. `exchange` sums over all ranks.
+    """
 
     def __init__(self, *arguments: Any, member: int, members: int, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._member, self._members = member, members
 
     def total(self) -> Tensor:
+        """The norm over all gradients of the model: a 0-dim tensor of `dtype`, the parameters'."""
         norms = torch.zeros(self._members, self._total, dtype=torch.float64, device=self._device)
         mine = norms[self._member]
         for place, piece in zip(self._places, self._parameters, strict=True):

@@ -56,8 +56,11 @@ class UpdateRules:
 
 @dataclass(frozen=True)
 class Numbering:
-    """Where parameters stand in the whole model. `trainable[i]`: parameter tensors of layer i that require grad;
-    `split[s]`: the first layer of stage s; `dtype`: the parameters'."""
+    """Where parameters stand in the whole model.
+
+    `trainable[i]`: parameter tensors of layer i that require grad; `split[s]`: the first layer of stage s; `dtype`: the
+    parameters'.
+    """
 
     placement: Placement
     split: tuple[int, ...]
@@ -142,7 +145,7 @@ class Updater:
 
     @property
     def bytes_sent(self) -> int:
-        """What the reductions so far have sent."""
+        """Bytes that the reductions so far have sent from this rank."""
         return sum(reducer.bytes_sent for reducer in self.reducers.values())
 
     def begin(self) -> None:
@@ -161,7 +164,7 @@ class Updater:
         return [p for stage in self.stages.values() for _, p in stage.named_parameters()]
 
     def ready(self, stage: int) -> None:
-        """Before a stage is used: its parameters are whole."""
+        """Wait until the parameters of a stage are whole, where its optimizer is divided."""
         if stage not in self.sharded:
             return
         start = self._tracer.mark()
@@ -170,7 +173,7 @@ class Updater:
             self._tracer.add_host(Kind.GATHER, stage, -1, *self.sharded[stage].gather_span)
 
     def all_ready(self) -> None:
-        """The parameters of all stages here are whole."""
+        """Wait until the parameters of all stages on this rank are whole."""
         for stage in self.stages:
             self.ready(stage)
 
