@@ -73,7 +73,7 @@ def main(folder: Path) -> None:
             tab(page, address, folder)
             compared(page, address, folder)
             page.open(f"file://{sweep / 'comparison.html'}", 1180, 1490)
-            page.until("document.readyState === 'complete' && document.querySelectorAll('svg').length > 0")
+            page.until("document.querySelectorAll('[data-drawn]').length > 1")  # those that are in sight
             (folder / "sweep.png").write_bytes(page.picture())
             assert not page.errors, page.errors
 

@@ -24,7 +24,7 @@ _COMPLETE = (Kind.B, Kind.W)  # with the last of these the gradients of a stage 
 
 
 def barrier(timeline: Timeline, ranks: int) -> Ints:
-    """[W, 2] nanoseconds of a measured step: waiting for slower replicas, and for the reduction itself.
+    """Nanoseconds of a measured step that each rank waited for slower replicas, and for the reduction itself: [W, 2].
 
     `ranks` is P; the timeline holds the ranks of all replicas.
     """
@@ -46,7 +46,10 @@ def barrier(timeline: Timeline, ranks: int) -> Ints:
 
 
 class Barrier:
-    """Running sums over traced steps. The first, which warms up, counts only as long as it is the only one."""
+    """Mean waits at the barrier over traced steps.
+
+    The first step, which warms up, counts only as long as it is the only one.
+    """
 
     def __init__(self, job: Job) -> None:
         self._shape, self._ranks = (job.replicas, job.ranks, 2), job.ranks

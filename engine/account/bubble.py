@@ -61,7 +61,7 @@ class _Pieces(NamedTuple):
 
 
 class Stretches(NamedTuple):
-    """Windows cut at every change of name, rank by rank in order of time: parallel arrays; `name` indexes NAMES."""
+    """Windows cut at every change of category, rank by rank in order of time: parallel arrays; `name` indexes NAMES."""
 
     rank: Ints
     name: Ints
@@ -93,7 +93,7 @@ def account(timeline: Timeline, ranks: int, stages: int, running: bool = False) 
 
 
 def stretches(timeline: Timeline, ranks: int, running: bool = False) -> Stretches:
-    """Where on the time axis the account found what it counts: `account` adds these up."""
+    """The stretches of a step that `account` adds up, on the time axis."""
     cut = _sweep(_claims(timeline, ranks, running).pieces, timeline)
     begins = np.ones(len(cut.rank), dtype=bool)
     begins[1:] = (cut.rank[1:] != cut.rank[:-1]) | (cut.name[1:] != cut.name[:-1])

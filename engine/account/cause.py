@@ -29,7 +29,10 @@ WORTH_TRYING = 0.9  # a schedule's ideal bubble relative to the present one, at 
 
 
 def diagnose(job: Job, bubbles: Bubbles | None) -> str:
-    """The sentence. It names a slow stage, and a slow replica, even where something else weighs more."""
+    """One sentence on the largest cause of a run's bubble, and what to try.
+
+    It names a slow stage, and a slow replica, even where something else weighs more.
+    """
     if bubbles is None:
         return "No step was traced: set trace.every to 1 or more to see where the time goes."
     losses = causes(bubbles)
@@ -175,7 +178,7 @@ def _reduce(job: Job, bubbles: Bubbles, share: str) -> str:
 
 
 def sentence(name: str, job: Job, bubbles: Bubbles, share: str) -> str:
-    """What is said of a cause; of one that is a category, or the bar of one: what it is, where most, its remedy."""
+    """What is said of a cause: of a category, or of a bar of one, what it is, where it is most, and its remedy."""
     if name in _SENTENCES:
         return _SENTENCES[name](job, bubbles, share)
     category = BY_NAME[_CATEGORY_OF.get(name, name)]

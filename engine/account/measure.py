@@ -30,7 +30,9 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Bubbles:
-    """What was measured, in seconds; fractions over the total. W: world, S: stages, M: micro-batches of a step.
+    """The bubbles and costs of a run, in seconds; fractions over the total.
+
+    W: world, S: stages, M: micro-batches of a step.
 
     `seconds` [W, 9] as in `bubble.NAMES` and `per_rank` [W] are means over `steps` traced steps; `latency` [S] is the
     mean over messages between stages s and s+1. What follows is None where no step had all its micro-batches: `costs`
@@ -137,7 +139,7 @@ class Measure:
         return True
 
     def result(self) -> Bubbles | None:
-        """None where no step was traced."""
+        """The bubbles over all steps so far; None where none was traced."""
         sums = self._sums
         if not sums.steps:
             return None
@@ -160,7 +162,7 @@ class Measure:
 
 @dataclass
 class Sums:
-    """Nanoseconds summed over steps, but for `bubble`: fractions."""
+    """Sums over steps, in nanoseconds; `bubble` sums fractions."""
 
     table: npt.NDArray[np.int64]
     bubble: Floats
@@ -190,7 +192,7 @@ class Sums:
         self.bubble += 1 - fractions(found.table)[:, NAMES.index("compute")]
 
     def means(self) -> tuple[Floats, Floats, Floats]:
-        """`seconds`, `per_rank` and `latency` of Bubbles."""
+        """The means over steps that are `seconds`, `per_rank` and `latency` of Bubbles."""
         latency = self.latency / np.maximum(1, self.messages) * 1e-9
         return self.table / self.steps * 1e-9, self.bubble / self.steps, latency
 

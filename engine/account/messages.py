@@ -54,7 +54,7 @@ def sends_of(timeline: Timeline, ranks: int, needing: Collection[Kind]) -> Ints:
 
 
 class Journeys(NamedTuple):
-    """Messages from being issued to being used: parallel arrays, in the time of the timeline.
+    """Messages on their way, from being issued to being used: parallel arrays, in the time of the timeline.
 
     `wait`, `send`: indices of spans. `ready`: since when the receiver had nothing else to do (a batch may have been
     loaded within its wait). `delay`: how long the message was under way, as far as that was seen.
@@ -74,7 +74,7 @@ class Journeys(NamedTuple):
 
 
 def journeys(timeline: Timeline, ranks: int) -> Journeys:
-    """Every wait whose send was seen. `ranks` is P.
+    """The journey of every message whose wait and send were both seen. `ranks` is P.
 
     A message's whole way is seen only where its receiver waited already when it was issued. For another one it is
     taken to be the median of those that were seen from the same stage the same way, as long as that fits between its

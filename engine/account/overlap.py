@@ -29,7 +29,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Overlap:
-    """Of one step, or summed over `steps` of them, by world rank: integer nanoseconds [W] each.
+    """Reduction and computation at the same time, summed over `steps`: nanoseconds by world rank [W].
 
     hidden <= hideable <= total; total - hidden is exposed, total - hideable no overlap would have hidden.
     """
@@ -54,7 +54,7 @@ class Overlap:
 
     @property
     def shares(self) -> list[float | None]:
-        """The same by rank."""
+        """Hidden of what could be hidden, by rank; None where nothing could."""
         return [share(*each) for each in zip(self.hidden.tolist(), self.hideable.tolist(), strict=True)]
 
 

@@ -37,7 +37,10 @@ CAUSES = tuple(name for name in NAMES if name in _CAUSE_OF.values() or name == "
 
 
 class PathLink(NamedTuple):
-    """`cause` held the step up on `rank` from `start` to `end`. `span`: index into the timeline, -1 for none."""
+    """A part of the critical path: `cause` held the step up on `rank` from `start` to `end`.
+
+    `span`: index into the timeline, -1 for none.
+    """
 
     rank: int
     cause: str
@@ -56,7 +59,7 @@ class _Piece(NamedTuple):
 
 
 def critical_path(timeline: Timeline, ranks: int) -> list[PathLink]:
-    """The links in order of time; each begins where the one before ends. `ranks` is P."""
+    """The critical path of a step, in order of time; each link begins where the one before ends. `ranks` is P."""
     if not timeline.ranks:
         return []
     walk = _Walk(timeline, ranks)
@@ -87,7 +90,7 @@ def by_rank(path: Sequence[PathLink]) -> dict[int, int]:
 
 
 def name_of(link: PathLink, timeline: Timeline) -> str:
-    """What held the step up: `2F0`; `transfer to 2F0` for its message; the cause where it was no action."""
+    """A link in words: `2F0`, `transfer to 2F0` for its message, or the cause where it was no action."""
     if link.span < 0:
         return link.cause
     kind, stage, microbatch = Kind(timeline.kind[link.span]), timeline.stage[link.span], timeline.microbatch[link.span]

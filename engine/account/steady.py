@@ -37,7 +37,7 @@ _CONTEXT = (Kind.SEND_F, Kind.SEND_B)  # what of the update before is looked at
 
 
 class SteadyMeasure:
-    """As `measure.Measure`, for asynchronous schedules: it is given one traced update after the other."""
+    """Measures the bubbles of an asynchronous schedule, as `measure.Measure`, given one traced update after another."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._stages = job, job.placement.stages
@@ -74,7 +74,7 @@ class SteadyMeasure:
         return found
 
     def result(self) -> Bubbles | None:
-        """None where no update was traced."""
+        """The bubbles of the steady state so far; None where no update was traced."""
         sums, updates = self._steady if self._steady.steps else self._every, self._job.microbatches
         if not sums.steps:
             return None

@@ -38,7 +38,7 @@ def read_rows(sweep_dir: Path) -> list[Row]:
 
 
 def job_folders(folder: Path) -> list[Path]:
-    """The folders of jobs below a sweep's. An empty one is a job's too: it was killed before it left anything."""
+    """The folders of jobs below a sweep's, an empty one too: its job was killed before it left anything."""
     found: list[Path] = []
     below = (path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     for path in sorted(below, key=_by_number):

@@ -236,7 +236,7 @@ class CostsFile(TypedDict):
 
 @with_config(_STRICT)
 class About(TypedDict):
-    """What `series.about` says of a step."""
+    """The metadata of a step's series: what lists of steps show of it."""
 
     seconds: Seconds
     shares: dict[str, Number]
@@ -275,7 +275,10 @@ class Document(TypedDict):
 
 
 def read(path: Path, schema: Any) -> dict[str, Any] | None:
-    """The content of a file; None where there is no object of JSON in it. Damaged where it is another one."""
+    """The content of a file; None where there is no JSON object in it.
+
+    Raises Damaged where the schema does not hold.
+    """
     content = read_json(path)
     if content is None:
         return None
@@ -305,7 +308,7 @@ def _line(text: str) -> str:
 
 
 def check_costs(raw: dict[str, Any], name: str) -> None:
-    """That the parts of costs.json belong together. Damaged where they do not; asynchronous schedules leave none."""
+    """Check that the parts of costs.json belong together. Raises Damaged where they do not."""
     ranks, replicas, stages, layers = raw["ranks"], raw["replicas"], len(raw["split"]), len(raw["layers"])
     shapes: dict[str, tuple[Any, tuple[int, ...]]] = {
         "duration": (raw["duration"], (replicas, KINDS, stages)),

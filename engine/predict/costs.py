@@ -63,7 +63,7 @@ class _Whole(NamedTuple):
 
 
 class MeasuredCosts:
-    """Keeps the last whole traced steps of a run with a synchronous schedule."""
+    """Collects what costs.json tells: the last whole traced steps of a run with a synchronous schedule."""
 
     def __init__(self, job: Job) -> None:
         self.threads: int | None = None  # of a worker, once one has told
@@ -74,7 +74,7 @@ class MeasuredCosts:
         self._added = 0
 
     def add(self, step: Step, timeline: Timeline, account: Account, observed: Observed | None) -> None:
-        """A traced step and its spans; `observed` where every rank ran just its row of the program."""
+        """Take in a traced step and its spans; `observed` where every rank ran just its row of the program."""
         if observed is None or step.samples < self._samples:  # as many micro-batches may be smaller ones
             self._add_short(step, timeline)
             return
@@ -103,7 +103,7 @@ class MeasuredCosts:
         self._short.setdefault(rows, deque(maxlen=KEPT)).append(found)
 
     def content(self) -> dict[str, Any] | None:
-        """What costs.json holds; None where no whole step was traced."""
+        """The content of costs.json; None where no whole step was traced."""
         if not self._steps:
             return None
         job, settings = self._job, self._job.settings

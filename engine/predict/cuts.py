@@ -15,8 +15,10 @@ from engine.tables import counted
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """`parts` [S, L]: what part of each layer a stage has; `after` [S]: the layer that ends it. `split`: the first
-    layer of each stage, or None where layers are cut in parts themselves.
+    """A model cut into stages. S: stages, L: layers.
+
+    `parts` [S, L]: what part of each layer a stage has; `after` [S]: the layer that ends it. `split`: the first layer
+    of each stage, or None where layers are cut in parts themselves.
     """
 
     parts: Floats
@@ -25,7 +27,7 @@ class Cut:
 
 
 def cut_of(base: Measured, stages: int, split: Sequence[int] | None = None) -> Cut:
-    """The model in so many stages: by `split`, else as the run's, else as even as measured layers allow.
+    """Cut the model into so many stages: by `split`, else as the run's, else as even as measured layers allow.
 
     A model that is made of as many layers as there are stages has more of them then, each taken to be an equal part.
     Raises ValueError where there are too few layers, or where one cannot end a stage.
@@ -58,7 +60,7 @@ def even(base: Measured, stages: int) -> tuple[int, ...]:
 
 
 def held(placement: Placement, stages: Floats) -> Floats:
-    """What ranks have of what stages have, each copy of a stage whole: [P]."""
+    """Sum over each rank what its stages have, each copy of a stage whole: [P]."""
     return np.array([sum(stages[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)])
 
 

@@ -34,7 +34,7 @@ FIXED, PROPORTIONAL = Line(1.0, 0.0), Line(0.0, 1.0)  # the two ends of what a l
 
 
 def telling(sizes: Sequence[float]) -> bool:
-    """Whether costs at these sizes tell what is fixed from what grows."""
+    """Whether costs at these sizes tell the fixed part from the part that grows."""
     return bool(sizes) and max(sizes) >= TELLING * min(sizes)
 
 

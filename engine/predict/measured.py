@@ -34,13 +34,15 @@ _NOT_COSTS = ("split", "stages", "chunks", "workers", "shuffle", "evaluation", "
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """One run. L layers, S stages, R replicas, P ranks; seconds and bytes, of the whole traced steps of the run.
+    """The measurements of one run, in seconds and bytes, over whole traced steps.
+
+    L: layers, S: stages, R: replicas, P: ranks.
 
     `layers` [R, 4, L]: what a layer adds to F, B, I, W of a micro-batch of `rows` samples; `measured` [4] tells the
     kinds that the run executed, the others are made of these. `short`: (rows, [4, L]) of batches with fewer samples.
     `kept`, `weights` [L]: bytes that a micro-batch leaves for its backward, and that are there all the time on each
-    rank that has the layer; `buckets` [L]: what is there besides where its gradients are reduced.
-    `memory` [P]: the peaks as measured, or None. What is not named here is as in costs.json.
+    rank that has the layer; `buckets` [L]: what is there besides where its gradients are reduced. `memory` [P]: the
+    peaks as measured, or None. What is not named here is as in costs.json.
     """
 
     folder: Path
@@ -103,7 +105,10 @@ class Measured:
 
 
 def read(folder: Path | str) -> Measured:
-    """What the run of a folder has measured. ValueError, in one line with the remedy, where that is not enough."""
+    """Read what the run of a folder has measured.
+
+    Raises ValueError, one line with the remedy, where that is not enough.
+    """
     folder = Path(folder)
     try:
         return _of_run(folder)

@@ -29,7 +29,10 @@ class LeftOut(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """`baseline` is the run itself, predicted; `found` the others, the quickest first, then what keeps less."""
+    """Predictions for a run and for what it could be.
+
+    `baseline` is the run itself, `found` the others, the quickest first, then what keeps less.
+    """
 
     baseline: Prediction
     found: tuple[Prediction, ...]
@@ -37,7 +40,7 @@ class Answer:
 
 
 def answer(predictor: Predictor, scenarios: Sequence[Scenario | LeftOut]) -> Answer:
-    """Predict what can be predicted."""
+    """Predict every scenario that can be predicted, and say why the others cannot."""
     found, left = [], []
     for scenario in scenarios:
         if isinstance(scenario, LeftOut):
@@ -52,7 +55,7 @@ def answer(predictor: Predictor, scenarios: Sequence[Scenario | LeftOut]) -> Ans
 
 
 def usual(predictor: Predictor) -> list[Scenario | LeftOut]:
-    """Everything that is one change away from the run."""
+    """The scenarios that are one change away from the run."""
     return [
         *_schedules(predictor),
         *_microbatches(predictor),
@@ -65,7 +68,10 @@ def usual(predictor: Predictor) -> list[Scenario | LeftOut]:
 def asked(
     predictor: Predictor, schedules: Sequence[str], microbatches: Sequence[int], splits: Sequence[Sequence[str]]
 ) -> list[Scenario | LeftOut]:
-    """Every combination of what is named; what is not is as in the run. Raises ValueError for names there are not."""
+    """The scenarios of every combination of what is named; what is not is as in the run.
+
+    Raises ValueError for names there are not.
+    """
     base, own = predictor.base, predictor.own
     for name in schedules:
         if name not in SCHEDULES or SCHEDULES[name].stream is not None:

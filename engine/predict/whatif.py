@@ -37,8 +37,10 @@ _BACKWARD = (Op.B, Op.I)
 
 @dataclass(frozen=True)
 class Scenario:
-    """A configuration. `split` None: as the run's, or as even as the measured layers allow where there are more stages
-    or fewer. `words` name it; `overrides` are what to change for it, empty where it cannot be run.
+    """A configuration to be predicted.
+
+    `split` None: as the run's, or as even as the measured layers allow where there are more stages or fewer. `words`
+    name it; `overrides` are what to change for it, empty where it cannot be run.
     """
 
     words: str
@@ -53,7 +55,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Prediction:
-    """`step` in seconds; `memory` [P]: peak bytes by rank, of which `activations` [P] are what forwards leave.
+    """A predicted step: seconds, and peak bytes by rank (`memory` [P], of which forwards leave `activations` [P]).
 
     `split`: first layer of each stage, None where each layer is cut in parts. `notes`: what was assumed.
     """
@@ -68,7 +70,7 @@ class Prediction:
 
 @dataclass(eq=False)
 class Predictor:
-    """Predicts from one run; `others` are runs of the same model, which know other sizes and kinds."""
+    """Predicts other configurations of one run; `others` are runs of the same model that know other sizes and kinds."""
 
     base: Measured
     others: Sequence[Measured] = ()
@@ -89,7 +91,7 @@ class Predictor:
 
     @cached_property
     def lines(self) -> list[list[Line]] | None:
-        """[forward, whole backward][L]: the cost of a layer by samples; None where too few sizes were measured."""
+        """Lines of each layer's cost over samples: [forward, backward][L]; None where too few sizes were measured."""
         if not telling(self.sizes):
             return None
         points = [(run.rows, run.layers.mean(axis=0)) for run in self.runs]
@@ -102,14 +104,16 @@ class Predictor:
 
     @cached_property
     def hop(self) -> Line | None:
-        """The time of a message by its bytes; None where the messages seen differ too little in size."""
+        """The time of a message as a line over its bytes; None where the messages seen differ too little in size."""
         points = [point for run in self.runs for point in _messages(run)]
         return fit(points) if points else None
 
     def layers(self, halved: bool) -> Floats:
-        """[R, 4, L]: what the layers cost with backwards in halves, or whole. Cutting costs something (the forward's
-        operations are routed), so where the base does it the other way, a run that did it like this says what of it
-        belongs to each kind: as it was, for micro-batches of the same size, else in proportion.
+        """The costs of the layers with backwards in halves, or whole: [R, 4, L].
+
+        Cutting costs something (the forward's operations are routed), so where the base does it the other way, a run
+        that did it like this says what of it belongs to each kind: as it was, for micro-batches of the same size, else
+        in proportion.
         """
         found = self.base.layers.copy()
         known = [run for run in self.others if bool(run.measured[Op.I]) == halved]
@@ -131,12 +135,12 @@ class Predictor:
 
     @property
     def own(self) -> Scenario:
-        """The run as it was."""
+        """The scenario of the run as it was."""
         raw = self.base.raw
         return Scenario("this run", raw["schedule"], raw["options"], raw["microbatches"], self.base.split)
 
     def program(self, scenario: Scenario) -> Program:
-        """Compute-only. Raises ValueError where the schedule is not defined there."""
+        """The compute-only program of a scenario. Raises ValueError where the schedule is not defined there."""
         raw = self.base.raw
         program = build(scenario.schedule, raw["ranks"], scenario.microbatches, dict(scenario.options))
         return repeated(program, raw["passes"])
@@ -144,7 +148,7 @@ class Predictor:
     # -- predicting ------------------------------------------------------------------------------------------------
 
     def predict(self, scenario: Scenario) -> Prediction:
-        """Raises ValueError, in words for the user, where the scenario is not possible or not enough was measured."""
+        """Predict a scenario. Raises ValueError, for the user, where it is not possible or too little was measured."""
         if scenario.microbatches != self.base.raw["microbatches"] and self.lines is None:
             raise ValueError(self._one_size(scenario))
         return self._predict(scenario, self.lines)

@@ -34,7 +34,7 @@ MISSED = 0.15  # of the measured step; a prediction of the run itself that is fu
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the answer, also to a reader who goes before its end; returns the exit code."""
+    """Print what a run or a sweep would take in other configurations; returns the exit code."""
     with forgiving():
         return _main(arguments)
 
@@ -169,7 +169,7 @@ def _plain(each: Prediction) -> dict[str, Any]:
 
 
 def run() -> int:
-    """`main`, whatever becomes of the reader: `| head` closes its end early."""
+    """Run `main`; a closed stdout (`| head`) is not an error."""
     try:
         code = main()
         sys.stdout.flush()

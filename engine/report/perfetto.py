@@ -40,8 +40,10 @@ _USERS = (Kind.F, Kind.B, Kind.I)
 
 
 def write_trace(path: Path, timeline: Timeline, ranks: int, uncertainty: Sequence[int] = ()) -> None:
-    """Write a measured timeline; `ranks` is P, timeline ranks count over replicas. `uncertainty`: of each rank's clock,
-    ns; it stands beside the rank's name.
+    """Write a measured timeline as a trace for Perfetto.
+
+    `ranks` is P, timeline ranks count over replicas. `uncertainty`: nanoseconds of each rank's clock, shown beside its
+    name.
     """
     write_text(path, trace_of(timeline, ranks, uncertainty))
 
@@ -54,7 +56,7 @@ def trace_of(timeline: Timeline, ranks: int, uncertainty: Sequence[int] = ()) ->
 
 
 def trace_events(timeline: Timeline, ranks: int) -> list[Event]:
-    """Names first, then slices and arrow ends by time.
+    """The events of a trace: names first, then slices and the ends of arrows by time.
 
     Of one moment a slice comes before what is inside it, and an arrow, which binds to it, last.
     """

@@ -50,9 +50,10 @@ from engine.telemetry.records import Record
 
 
 class Recorder:
-    """Call it with every record, then `finish` once. `console` is sys.stdout unless given.
+    """Writes a run folder and the console from records: call it with every record, then `finish` once.
 
-    `console_level`: log lines of this level (logging's numbers) and above are shown on the console too.
+    `console` is sys.stdout unless given. `console_level`: log lines of this level (logging's numbers) and above are
+    shown on the console too.
     """
 
     def __init__(

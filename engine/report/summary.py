@@ -58,7 +58,7 @@ class Totals:
         self._staleness = list(map(max, self._staleness, step.staleness or self._staleness))
 
     def add_memory(self, meta: Mapping[str, int]) -> None:
-        """What a `memory` record says."""
+        """Take in a `memory` record: what a rank holds, in bytes."""
         self._held[meta["rank"]] = meta
 
     def summary(

@@ -28,7 +28,7 @@ LONGEST = 5  # links of the critical path that are named
 
 
 def rank_rows(job: Job, bubbles: Bubbles) -> Rows:
-    """A row per rank: where its step went, in ms and percent of its window."""
+    """The account as a table: a row per rank, with ms and percent of its window by category."""
     rows = [["rank", *(["replica"] if job.replicas > 1 else []), "step ms", *NAMES]]
     for world_rank, seconds in enumerate(bubbles.seconds.tolist()):
         _, replica, rank = Rank.of(world_rank, job.ranks)
@@ -39,7 +39,7 @@ def rank_rows(job: Job, bubbles: Bubbles) -> Rows:
 
 
 def stage_rows(job: Job, bubbles: Bubbles) -> Rows:
-    """A row per stage: its layers, and what a micro-batch costs there."""
+    """The stages as a table: the layers of each, and what a micro-batch costs there in ms."""
     assert bubbles.costs is not None
     ends = [*job.split[1:], len(job.layers)]
     total, kinds = bubbles.costs.sum(), [k for k in range(4) if bubbles.costs[k].any()]
@@ -64,7 +64,7 @@ def bubble_rows(bubbles: Bubbles) -> Rows:
 
 
 def waterfall_rows(bubbles: Bubbles) -> Rows:
-    """From perfect work to the measured step; what a bar adds, and where that leads."""
+    """The waterfall as a table: each bar in ms, its share of the step, and the time up to its end."""
     assert bubbles.waterfall is not None
     rows, reached, total = [["waterfall", "ms", "share", "up to ms"]], 0.0, bubbles.waterfall.total
     for name, bar in bubbles.waterfall.bars.items():
@@ -91,7 +91,7 @@ def path_text(path: Sequence[PathLink], timeline: Timeline) -> str:
 
 
 def clocks_text(clocks: ClockAlignment) -> str:
-    """How well the clocks of hosts that are not rank 0's are known."""
+    """How well the clocks of other hosts than rank 0's are known, a line per rank."""
     lines = []
     for rank, ns in enumerate(clocks.uncertainty):
         if ns:

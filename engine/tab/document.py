@@ -13,7 +13,10 @@ from engine.plan.timeline import Kind, Timeline
 
 
 class MeasuredStep(NamedTuple):
-    """Times count from the document's origin; `ranks` is P; `uncertainty`: of each rank's clock, ns."""
+    """The measured part of a document; times count from its origin.
+
+    `ranks` is P; `uncertainty`: nanoseconds of each rank's clock.
+    """
 
     timeline: Timeline
     ranks: int
@@ -21,7 +24,7 @@ class MeasuredStep(NamedTuple):
 
 
 def measured(document: str) -> MeasuredStep:
-    """What the document says was measured; ValueError where it holds nothing of the kind."""
+    """Read the measured part of a document. Raises ValueError where it holds nothing of the kind."""
     try:
         content = json.loads(document)
         schemas.check(content, schemas.Document, "the document")

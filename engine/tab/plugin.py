@@ -31,7 +31,7 @@ _TYPES = {".js": "text/javascript", ".css": "text/css"}
 
 
 class PipelinePlugin(base_plugin.TBPlugin):
-    """Shows where the time of a traced step went: the entry point `tensorboard_plugins`."""
+    """TensorBoard's tab on where the time of traced steps went: the entry point `tensorboard_plugins`."""
 
     plugin_name = PLUGIN
 

@@ -23,7 +23,10 @@ EXCHANGES = 16
 
 
 class Offset(NamedTuple):
-    """`offset_ns` is added to this rank's moments to give rank 0's; `at_ns`: when, on this rank's clock."""
+    """The offset of a rank's clock: `offset_ns` is added to its moments to give rank 0's.
+
+    `at_ns`: when it was measured, on this rank's clock.
+    """
 
     leader: int  # the first rank with this clock
     offset_ns: int
@@ -32,7 +35,7 @@ class Offset(NamedTuple):
 
 
 def domain() -> str:
-    """The same for two processes exactly where they have one CLOCK_MONOTONIC."""
+    """An identifier of this process's CLOCK_MONOTONIC: equal where two processes share the clock."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path('/proc/self/ns/time').readlink()}"
@@ -41,7 +44,10 @@ def domain() -> str:
 
 
 class Clocks:
-    """One per rank; every rank calls `compare` as often and at about the same time. `store`: see `Mailbox`."""
+    """Compares this rank's clock with rank 0's, through the store.
+
+    Every rank calls `compare` as often as the others and at about the same time. `store`: see `Mailbox`.
+    """
 
     def __init__(
         self,
@@ -56,7 +62,7 @@ class Clocks:
         self._rounds = 0
 
     def compare(self) -> Offset | None:
-        """This rank's clock against rank 0's; None where it is the same clock."""
+        """Measure this rank's clock against rank 0's; None where it is the same clock."""
         prefix = f"clock/{self._rounds}"
         self._rounds += 1
         self._store.set(f"{prefix}/domain/{self._rank}", self._own)

@@ -23,7 +23,7 @@ _own = threading.local()  # ranks may be threads of one process
 
 
 def here() -> MutableSequence[int] | memoryview:
-    """The calling rank's position as a sequence of one integer: `here()[0] = action.pack()`, + EVALUATING in one."""
+    """The calling rank's position, one integer: `here()[0] = action.pack()`, plus EVALUATING in an evaluation."""
     if not hasattr(_own, "cell"):
         _own.cell = [NOWHERE]
     return _own.cell
@@ -44,12 +44,12 @@ class Place(NamedTuple):
 
 
 def named(action: Action | str, evaluating: bool) -> str:
-    """An action in messages."""
+    """An action as messages name it."""
     return f"{action} of an evaluation" if evaluating else str(action)
 
 
 def decode(code: int) -> Place | None:
-    """The place that a position stands for, or None where the rank had not begun any action."""
+    """The place that a position stands for; None where the rank had not begun any action."""
     if code == NOWHERE:
         return None
     action = Action.unpack(code & ~EVALUATING)
@@ -57,11 +57,11 @@ def decode(code: int) -> Place | None:
 
 
 def locate(error: BaseException, place: Place) -> None:
-    """Say on the exception where it happened; the innermost place stays."""
+    """Note on an exception where it happened; the innermost place stays."""
     vars(error).setdefault(_KEY, place)
 
 
 def place_of(error: BaseException) -> Place:
-    """Where the exception happened, as far as it is known."""
+    """Where an exception happened, as far as it is known."""
     found: Place = vars(error).get(_KEY, Place())
     return found

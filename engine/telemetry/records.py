@@ -69,7 +69,7 @@ def encode(kind: str, meta: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[
 
 
 def decode(data: bytes) -> Record:
-    """Unpack one record; ValueError where the bytes are not one."""
+    """Unpack one record. Raises ValueError where the bytes are not one."""
     try:
         (length,) = struct.unpack_from("<I", data)
         header = json.loads(data[4 : 4 + length])

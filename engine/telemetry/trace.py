@@ -24,7 +24,7 @@ _ReadMark = Callable[[Any], int]  # a mark on the host's clock, in nanoseconds
 
 
 class Traced:
-    """A step as it was recorded. `window` in nanoseconds; everything else is read when there is time for it."""
+    """The recording of one step; `window` in nanoseconds. All else is read when there is time for it."""
 
     def __init__(
         self,
@@ -38,15 +38,15 @@ class Traced:
         self._spans, self._pairs, self._layers, self._read = spans, pairs, layers, read
 
     def spans(self) -> npt.NDArray[np.int64]:
-        """[n, 5] as in `engine.telemetry.records`."""
+        """The spans of the step, [n, 5] as in `engine.telemetry.records`."""
         return self._rows(self._spans)
 
     def pairs(self) -> npt.NDArray[np.int64]:
-        """[k, 2] by index of span."""
+        """The overlapped pairs of the step, [k, 2] by index of span."""
         return np.array(self._pairs, dtype=np.int64).reshape(-1, 2)
 
     def layers(self) -> dict[int, int]:
-        """A layer's number -> what its forwards took, in nanoseconds."""
+        """What the forwards of each layer took in nanoseconds, by the layer's number."""
         lasted: dict[int, int] = {}
         for _, number, _, start, end in self._rows(self._layers).tolist():
             lasted[number] = lasted.get(number, 0) + end - start
@@ -61,7 +61,7 @@ class Traced:
 
 
 class Tracer:
-    """Spans of the current step. `on` is false in steps that are not traced: marks are then free."""
+    """Records the spans of the current step. `on` is false in steps that are not traced: marks are then free."""
 
     def __init__(self) -> None:
         self.on = True
@@ -75,27 +75,27 @@ class Tracer:
         return time.monotonic_ns()
 
     def mark(self) -> Any:
-        """This moment of the rank's work."""
+        """A mark at this moment of the rank's work."""
         return time.monotonic_ns() if self.on else 0
 
     def add(self, kind: Kind, stage: int, microbatch: int, start: Any, end: Any) -> int:
-        """Record a span; its number in this step."""
+        """Record a span; returns its number in this step."""
         if self.on:
             self._spans.extend((kind, stage, microbatch, start, end))
         return len(self._spans) // SPAN_COLUMNS - 1
 
     def add_pair(self, first: int, second: int) -> None:
-        """The spans of these numbers are one overlapped pair."""
+        """Record that the spans of these numbers are one overlapped pair."""
         if self.on:
             self._pairs.append((first, second))
 
     def add_host(self, kind: Kind, stage: int, microbatch: int, start_ns: int, end_ns: int) -> None:
-        """A span that was measured on the host's clock."""
+        """Record a span that was measured on the host's clock."""
         if self.on:
             self._spans.extend((kind, stage, microbatch, start_ns, end_ns))
 
     def add_layer(self, number: int, start: Any, end: Any) -> None:
-        """A layer's forward, within the span of its stage's."""
+        """Record a layer's forward, which lies within the span of its stage's."""
         if self.on:
             self._layers.extend((Kind.F, number, -1, start, end))
 
@@ -107,7 +107,7 @@ class Tracer:
         return traced
 
     def pause_ended(self) -> None:
-        """What went on since the last window (an evaluation, a checkpoint) belongs to no step."""
+        """Leave out the time since the last window, such as an evaluation or a checkpoint: it belongs to no step."""
         self._begin(self.now())
 
     def _begin(self, start: int) -> None:
@@ -119,7 +119,7 @@ class Tracer:
 
 
 class CudaTracer(Tracer):
-    """Marks are CUDA events with timing on the current stream of `device`."""
+    """A tracer whose marks are CUDA events with timing on the current stream of `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

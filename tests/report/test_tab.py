@@ -148,7 +148,15 @@ def asked(provider: Provider, route: str, query: str = "") -> tuple[str, bytes]:
     return status[0], b"".join(content)
 
 
-@pytest.mark.parametrize("about", [b"", b"{", b'"x"', b'{"seconds": 1, "shares": {"compute": 1}}', b"\xff"])
+def test_a_series_of_a_run_with_other_categories_is_listed_by_those_that_are_known() -> None:
+    _, content = asked(
+        Provider(b"", b'{"seconds": 2, "shares": {"other": 0.5, "agree": 0.25, "compute": 0.25}}'), "/runs"
+    )
+    (step,) = json.loads(content)["runs"][0]["steps"]
+    assert step == {"step": 0, "seconds": 2.0, "shares": {"compute": 0.25, "other": 0.5}}
+
+
+@pytest.mark.parametrize("about", [b"", b"{", b'"x"', b'{"seconds": 1, "shares": {"compute": "x"}}', b"\xff"])
 def test_a_series_of_somebody_else_is_listed_without_figures(about: bytes) -> None:
     status, content = asked(Provider(b"", about), "/runs")
     assert status.startswith("200")

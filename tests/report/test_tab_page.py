@@ -174,6 +174,18 @@ def test_clicking_a_bubble_tells_its_cause(page: Page) -> None:
     page.until("document.querySelector('.card').innerText.startsWith('3F0 forward')")
 
 
+def test_a_document_may_know_more_categories_than_the_page(page: Page) -> None:
+    """One of a later version names its own; one of an earlier version names none. Both are data of unknown origin."""
+    known = page.value("pipeline.palette.categories.length")
+    page.value("pipeline.learn({})")
+    assert page.value("pipeline.palette.categories.length") == known == 9
+    row = {"name": "agree<i>", "what": "<b>counts</b>", "colour": "red;x:url(1)", "bubble": True, "kinds": []}
+    page.value(f"pipeline.learn({json.dumps({'categories': [row, row | {'name': 'new', 'colour': '#123456'}]})})")
+    assert page.value("[pipeline.theme.names['agree&#60;i&#62;'], pipeline.theme.names.new]") == ["#808080", "#123456"]
+    assert page.value("pipeline.palette.categories.at(-2).what") == "&#60;b&#62;counts&#60;/b&#62;"
+    assert page.value("pipeline.theme.shaded.has('new') && !pipeline.theme.shaded.has('compute')")
+
+
 @pytest.mark.slow
 def test_prediction_critical_path_and_causes_can_be_laid_over(page: Page) -> None:
     def height() -> int:

@@ -25,7 +25,10 @@ _NONE = -(2**60)  # no bound: smaller than any difference between two clocks
 
 
 class ClockAlignment:
-    """Readings of a run of `world` ranks. Without any, all ranks have one clock, and nothing is changed."""
+    """Brings spans to the clock of rank 0, by the readings of a run of `world` ranks.
+
+    Without any, all ranks have one clock, and nothing is changed.
+    """
 
     def __init__(self, world: int, ranks: int) -> None:
         self._ranks = ranks
@@ -33,7 +36,7 @@ class ClockAlignment:
         self._readings: dict[int, list[tuple[int, int, int]]] = {}  # rank -> (at, offset, uncertainty), in order
 
     def add(self, record: Record) -> None:
-        """A `clock` record."""
+        """Take in a `clock` record: one reading of a rank."""
         meta = record.meta
         self._leader[meta["rank"]] = meta["leader"]
         self._readings.setdefault(meta["rank"], []).append((meta["at_ns"], meta["offset_ns"], meta["uncertainty_ns"]))
@@ -94,9 +97,10 @@ class ClockAlignment:
 
 
 def settled(bounds: _Ints) -> _Ints:
-    """The corrections c nearest to 0, one clock after another, with c[b] - c[a] >= bounds[a, b] and c[0] = 0.
+    """The corrections c of clocks, nearest to 0, with c[b] - c[a] >= bounds[a, b] and c[0] = 0.
 
-    `bounds`: [D, D] integers. Where no corrections keep them all, the middle between what is asked for.
+    `bounds`: [D, D] integers. They are settled one clock after another; where no corrections keep all bounds, the
+    middle between what is asked for is taken.
     """
     longest = bounds.copy()
     np.fill_diagonal(longest, 0)

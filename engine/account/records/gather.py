@@ -26,7 +26,7 @@ AHEAD = 64  # steps under way of which everything is held
 
 
 class Recorded:
-    """What the ranks recorded of a traced step; put together where somebody looks at it. `len`: spans."""
+    """The spans of a traced step, put together when they are first asked for. `len`: how many."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         """World rank is the index of the record."""
@@ -101,7 +101,7 @@ class Steps:
         self._pending: dict[int, dict[int, Record]] = {}
 
     def add(self, record: Record) -> Step | None:
-        """The step that this record completes, if it does."""
+        """Take in a rank's record; returns the step that it completes, if it does."""
         index = record.meta["step"]
         ranks = self._pending.setdefault(index, {})
         if self._apart and index > next(iter(self._pending)) + AHEAD:
@@ -156,7 +156,7 @@ def _versions(job: Job, records: Sequence[Record]) -> dict[str, list[int]]:
 
 
 def ratio(metas: Sequence[Meta], above: str, below: str) -> float | None:
-    """Sum over sum, over those that know both; None where nothing was counted."""
+    """The sum of one figure over the sum of another, over ranks that know both; None where nothing was counted."""
     known = [m for m in metas if m[above] is not None and m[below] is not None]
     count = sum(m[below] for m in known)
     return float(sum(m[above] for m in known) / count) if count else None
@@ -179,7 +179,10 @@ def _recorded(records: Sequence[Record], whole: bool) -> Recorded | None:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """`step`: optimizer steps done before it. `accuracy` is None where the model has none."""
+    """What an evaluation found, over all replicas.
+
+    `step`: optimizer steps done before it. `accuracy` is None where the model has none.
+    """
 
     step: int
     samples: int
@@ -197,14 +200,14 @@ class EvaluationResult:
 
 
 class Evaluations:
-    """Puts together what the ranks say that computed a loss: one per replica."""
+    """Puts together the records of the ranks that computed a loss: one per replica."""
 
     def __init__(self, job: Job) -> None:
         self._expected = job.replicas
         self._pending: dict[int, list[Meta]] = {}
 
     def add(self, record: Record) -> EvaluationResult | None:
-        """The evaluation that this record completes, if it does."""
+        """Take in a rank's record; returns the evaluation that it completes, if it does."""
         step = record.meta["step"]
         metas = self._pending.setdefault(step, [])
         metas.append(record.meta)

@@ -16,7 +16,10 @@ class LossNotFiniteError(Exception):
 
 
 class LossWatch:
-    """`began`: the first step (counted from 0) whose loss was not finite; None while there is none."""
+    """Warns of the first loss that is not finite, or ends the run there.
+
+    `began`: the first step (counted from 0) whose loss was not finite; None while there is none.
+    """
 
     def __init__(self, stop: bool) -> None:
         self.began: int | None = None

@@ -101,7 +101,7 @@ def pushes_text(told: dict[str, Any]) -> str:
 
 
 def pace_rows(told: dict[str, Any]) -> Rows:
-    """A row per replica."""
+    """The pace of asynchronous replicas as a table, a row per replica."""
     rows = [["replica", "step ms", "steps/s", "held back ms", "staleness: mean", "max"]]
     for replica, each in enumerate(told["replicas"]):
         seconds, stale = each["step_time"], each["staleness"]
@@ -117,7 +117,7 @@ def pace_rows(told: dict[str, Any]) -> Rows:
 
 
 def staleness_rows(told: dict[str, Any]) -> Rows:
-    """How many pushes of each replica were so stale; a row per range that has any."""
+    """How stale the pushes of each replica were as a table, a row per range that has any."""
     columns = []
     for each in told["replicas"]:
         counts: Counter[int] = Counter()

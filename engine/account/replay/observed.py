@@ -22,12 +22,14 @@ _WAITED = {int(Kind.F): int(Kind.WAIT_F), int(Kind.B): int(Kind.WAIT_B), int(Kin
 
 @dataclass(frozen=True, eq=False)
 class Observed:
-    """`duration`, `delay` [R, n]: computations rank after rank, each rank's in its order; `delay` is what the message
-    that one needs was under way. `loaded` [W, 2]: waiting for data at the step's beginning, and within the rank's
-    first wait for a message. What ranks do together counts from when the last of them has begun it: `reduce` [S] of a
-    stage's gradients, `gather` [S] of its parameters, `count` of what was counted, `norm` [R] of the gradients'
-    norm. `step` [W]: the optimizer. `time`: from when the last rank had ended the step before to when
-    the last one has ended this one.
+    """What was observed of a step, in nanoseconds. R: replicas, n: computations, W: world, S: stages.
+
+    `duration`, `delay` [R, n]: computations rank after rank, each rank's in its order; `delay` is what the message that
+    one needs was under way. `loaded` [W, 2]: waiting for data at the step's beginning, and within the rank's first wait
+    for a message. What ranks do together counts from when the last of them has begun it: `reduce` [S] of a stage's
+    gradients, `gather` [S] of its parameters, `count` of what was counted, `norm` [R] of the gradients' norm. `step`
+    [W]: the optimizer. `time`: from when the last rank had ended the step before to when the last one has ended this
+    one.
     """
 
     duration: Ints
@@ -42,7 +44,7 @@ class Observed:
 
 
 def observe(timeline: Timeline, program: Program, passes: int = 1) -> Observed | None:
-    """A measured step of `program`, compute-only; None where the ranks did not run just that.
+    """Observe a measured step of `program`, compute-only; None where the ranks did not run just that.
 
     A step of several passes counts its micro-batches anew in each; `program` counts them on.
     """

@@ -85,7 +85,7 @@ class _Nodes:
 
 
 class Replay:
-    """`STEPS` steps of a compute-only program on `replicas` pipelines.
+    """A compute-only program run on paper: `STEPS` steps of it on `replicas` pipelines.
 
     `reduced`: replicas wait for each other, for counts before the first backward and for gradients at the end; else
     each goes its own way. `normed`: the ranks of a pipeline exchange the norms of their gradients before they update.

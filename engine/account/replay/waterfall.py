@@ -46,8 +46,10 @@ _Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Waterfall:
-    """Nanoseconds. `bars`, as in BARS, add up to `total`, the step's time. `waiting`: the part of the bar `reduce`
-    that is waiting for slower replicas. `alone`: what each replica's pipeline would have taken by itself.
+    """The waterfall of a step, in nanoseconds.
+
+    `bars`, as in BARS, add up to `total`, the step's time. `waiting`: the part of the bar `reduce` that is waiting for
+    slower replicas. `alone`: what each replica's pipeline would have taken by itself.
     """
 
     bars: tuple[int, ...]
@@ -120,7 +122,7 @@ class Waterfalls:
         self.observed: Observed | None = None  # the last step, where it had a waterfall
 
     def of(self, timeline: Timeline) -> Waterfall | None:
-        """None where the step was not a whole one of the program, or where that is too large."""
+        """The waterfall of a step; None where it was not a whole one of the program, or where that is too large."""
         self.observed = None
         if len(self._program) * self._replicas > MOST_COMPUTATIONS:
             return None

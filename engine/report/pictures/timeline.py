@@ -52,7 +52,7 @@ class Panel:
 
 @defaults()
 def draw(panels: Sequence[Panel], width: int = WIDE) -> Picture:
-    """One picture, the panels below each other on a common axis in ms that begins at each one's first action."""
+    """Draw panels below each other, on a common axis in ms that begins at each one's first action."""
     span = 1e3 * max((_extent(panel)[1] for panel in panels), default=0.0) or 1.0
     heights = [_TITLE + _row_height(panel.timeline.ranks) * panel.timeline.ranks + _AXIS for panel in panels]
     entries = _entries(panels)

@@ -16,7 +16,10 @@ _COLOURS = {bar.name: bar.colour for bar in WATERFALL}
 
 @defaults()
 def draw_bars(bars: Mapping[str, float], title: str, width: int = SMALL) -> Picture:
-    """`bars`: seconds by name, in order. The last row is their sum; a negative one goes to the left."""
+    """Draw the bars of a waterfall below each other, and their sum as the last.
+
+    `bars`: seconds by name, in order. A negative one goes to the left.
+    """
     ends = list(itertools.accumulate(bars.values(), initial=0.0))
     total = ends[-1]
     picture = Picture(width, 2 * MARGIN + _ROW * (len(bars) + 2))

@@ -31,8 +31,10 @@ def gustafson(serial: float, workers: float) -> float:
 
 @dataclass(frozen=True)
 class Fit:
-    """`serial`: s, within 0..1. `one`: what was fitted (seconds, or samples per second), at one worker. `deviation`:
-    the root of the mean squared relative deviation. `exact`: two sizes, so that any two times would fit.
+    """A law of scaling, fitted to measurements.
+
+    `serial`: s, within 0..1. `one`: what was fitted (seconds, or samples per second), at one worker. `deviation`: the
+    root of the mean squared relative deviation. `exact`: two sizes, so that any two times would fit.
     """
 
     law: str

@@ -26,8 +26,10 @@ from engine.report.sweep.results import (
 
 @dataclass(frozen=True)
 class Front:
-    """`points`: all jobs as (time, memory, job); `best`: which of them lie on the front, the fastest first. `among`:
-    which jobs these are, in words, where it is not all of them.
+    """The Pareto front of time and memory among some jobs.
+
+    `points`: all jobs as (time, memory, job); `best`: which of them lie on the front, the fastest first. `among`: which
+    jobs these are, in words, where it is not all of them.
     """
 
     time: Metric
@@ -58,7 +60,7 @@ def front(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def fronts(sweep: Sweep) -> list[Front]:
-    """That of the jobs that trained, and those of the jobs that were planned; each where there are two at least."""
+    """The fronts of the jobs that trained and of those that were planned; each where there are at least two."""
     trained = sweep.known(STEP)
     per_sample = len({result.number(BATCH) for result in trained}) > 1
     time = replace(STEP, key="per sample", name="time per sample", text=lambda v: f"{v * 1e3:.3f} ms")

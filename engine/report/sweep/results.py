@@ -27,8 +27,10 @@ _WORDS = {RANKS: "ranks", MICROBATCHES: "micro-batches", REPLICAS: "replicas", B
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of a job. `unit(largest)`: what figures are divided by on an axis, and its name. `praise`: what the best
-    is called, where there is one; `more`: the largest is the best.
+    """A figure of a job.
+
+    `unit(largest)`: what figures are divided by on an axis, and its name. `praise`: what the best is called, where
+    there is one; `more`: the largest is the best.
     """
 
     key: str
@@ -39,7 +41,7 @@ class Metric:
     more: bool = False
 
     def best(self, known: Sequence[Result]) -> Result:
-        """The first of those that no other surpasses."""
+        """The best of the jobs by this figure; the first of equal ones."""
         return (max if self.more else min)(known, key=lambda result: result.figures[self.key])
 
 
@@ -74,8 +76,10 @@ METRICS = (STEP, RATE, MEMORY, IDEAL, PREDICTED, MEASURED, COST, KEPT)
 
 @dataclass(frozen=True)
 class Result:
-    """One job; `index`: which of the sweep's. `settings`: of each swept key the value; `given`: overrides that not all
-    jobs share; `figures`: those that are known, by Metric.key; `reason`: why there are none, in a line.
+    """One job of a sweep.
+
+    `index`: which of the sweep's. `settings`: of each swept key the value; `given`: overrides that not all jobs share;
+    `figures`: those that are known, by Metric.key; `reason`: why there are none, in a line.
     """
 
     index: int
@@ -98,14 +102,14 @@ class Result:
         return ", ".join(f"{word(key)} {value}" if key != SCHEDULE else value for key, value in self.settings.items())
 
     def number(self, key: str) -> int | None:
-        """What the summary says of a key of _TOLD but the schedule."""
+        """The whole number that the summary has under a key of _TOLD, but for the schedule; None where it has none."""
         value = self.row.get(_TOLD[key])
         return value if isinstance(value, int) else None
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """`shared`: the overrides that all jobs were given."""
+    """The jobs of a sweep; `shared`: the overrides that all of them were given."""
 
     results: tuple[Result, ...]
     shared: tuple[str, ...]
@@ -117,7 +121,7 @@ class Sweep:
 
     @cached_property
     def varied(self) -> dict[str, list[str]]:
-        """The same of the completed jobs alone: the keys in which they differ."""
+        """Each key in which completed jobs differ -> its values among them, in the order of `swept`."""
         return {key: values for key, values in _values_of(self.completed).items() if len(values) > 1}
 
     @property
@@ -131,7 +135,7 @@ class Sweep:
 
 
 def sweep_of(rows: Sequence[Row]) -> Sweep:
-    """The sweep that the rows tell of."""
+    """The sweep of these rows, which are jobs' summaries."""
     given = [list(row.get("overrides") or []) for row in rows]
     shared = [word for word in given[0] if all(word in own for own in given)] if len(given) > 1 else []
     values = [_values(row, own) for row, own in zip(rows, given, strict=True)]

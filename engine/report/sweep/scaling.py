@@ -23,8 +23,10 @@ POOR = 0.1  # a mean deviation from a law that is said to be far off
 
 @dataclass(frozen=True)
 class Curve:
-    """Jobs over `key`, each as (workers, seconds per step, samples per second, job). `common`: what else was swept and
-    is the same in all, in words. `batch`: the global batch of all, or of each worker where it grows.
+    """Jobs that differ in their number of workers, and the law that was fitted to them.
+
+    `points` over `key`, each (workers, seconds per step, samples per second, job). `common`: what else was swept and is
+    the same in all, in words. `batch`: the global batch of all, or of each worker where it grows.
     """
 
     key: str
@@ -69,7 +71,7 @@ class Curve:
 
 
 def curves(sweep: Sweep) -> tuple[list[Curve], list[str]]:
-    """Curves over replicas and over ranks, and for what was swept without giving one: why."""
+    """All curves over replicas and over ranks, and a sentence for each of the two that was swept without giving one."""
     found, refused = [], []
     for key in (REPLICAS, RANKS):
         if key not in sweep.swept or not sweep.known(STEP):

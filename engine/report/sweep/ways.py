@@ -25,7 +25,7 @@ NOTE = (
 
 
 def way_of(result: Result) -> str | None:
-    """None where the job does not tell its sizes."""
+    """Which of WAYS a job trained in; None where it does not tell its sizes."""
     ranks, replicas = result.number(RANKS), result.number(REPLICAS)
     if ranks is None or replicas is None:
         return None

@@ -34,7 +34,7 @@ FLUSH_S = 10  # what a killed parent can lose at most, beyond the steps that wer
 
 
 class Board:
-    """Writes into `folder`; closed at the end of the run, after which nothing may be written."""
+    """The event file of a run in `folder`; after `close` nothing may be written."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -62,7 +62,7 @@ class Board:
             self._add(self._summaries.Summary(value=points), step)
 
     def layout(self, charts: Mapping[str, Mapping[str, Any]]) -> None:
-        """How the page of custom scalars is laid out: see `curves.layout`."""
+        """Lay out the page of custom scalars; `charts` as `curves.layout` gives them."""
         from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
         categories = [
@@ -75,13 +75,13 @@ class Board:
         self._bytes(metadata.CONFIG_SUMMARY_TAG, content, 0, metadata.PLUGIN_NAME)
 
     def image(self, tag: str, picture: Picture, step: int) -> None:
-        """A picture, as its PNG."""
+        """Write a picture, as its PNG."""
         summary, width, height = self._summaries.Summary, picture.scale * picture.width, picture.scale * picture.height
         image = summary.Image(width=width, height=height, colorspace=_RGBA, encoded_image_string=picture.png)
         self._add(summary(value=[summary.Value(tag=tag, image=image)]), step)
 
     def text(self, tag: str, markdown: str, step: int) -> None:
-        """A text in Markdown, under TensorBoard's tab for texts."""
+        """Write a text in Markdown, for TensorBoard's tab of texts."""
         with self._writing():
             self._open().add_text(tag, markdown, step)
 

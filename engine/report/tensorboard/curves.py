@@ -25,7 +25,7 @@ _GROUND = "ground"  # the lower edge of the lowest band: a curve that is 0
 
 
 def of_step(step: Step) -> dict[str, float | None]:
-    """Of every step, traced or not."""
+    """Tags and values of every step, traced or not: training and throughput."""
     return {
         "train/loss": step.loss,
         "train/lr": step.lr,
@@ -35,7 +35,7 @@ def of_step(step: Step) -> dict[str, float | None]:
 
 
 def of_ranks(step: Step) -> dict[str, float | None]:
-    """What each rank kept, and of an asynchronous schedule the versions of weights."""
+    """Tags and values of what each rank kept, and of an asynchronous schedule of the versions of weights."""
     values: dict[str, float | None] = {}
     for rank, (peak, peak_bytes) in enumerate(zip(step.peak_in_flight, step.peak_activation_bytes, strict=True)):
         values[f"memory/rank{rank}/peak_in_flight"] = peak
@@ -49,7 +49,10 @@ def of_ranks(step: Step) -> dict[str, float | None]:
 
 
 def of_account(job: Job, account: Account) -> dict[str, float]:
-    """bubble/measured, and each name's share of a rank's window, alone and stacked: the mean over replicas."""
+    """Tags and values of the measured bubble, and of each category's share of a rank's window, alone and stacked.
+
+    Shares are means over replicas.
+    """
     shares = fractions(account.table)
     values = {"bubble/measured": 1 - float(shares[:, NAMES.index("compute")].mean())}
     for rank, row in enumerate(shares.reshape(job.replicas, job.ranks, len(NAMES)).mean(axis=0)):
@@ -61,19 +64,21 @@ def of_account(job: Job, account: Account) -> dict[str, float]:
 
 
 def of_barrier(waiting: Sequence[float]) -> dict[str, float]:
-    """barrier/replica{r}: seconds of the step that a replica waited for slower ones."""
+    """Tags and values of barrier/replica{r}: seconds of the step that a replica waited for slower ones."""
     return {f"barrier/replica{replica}": seconds for replica, seconds in enumerate(waiting)}
 
 
 def of_waterfall(waterfall: Waterfall | None) -> dict[str, float]:
-    """waterfall/{bar}: seconds of the step."""
+    """Tags and values of waterfall/{bar}: seconds of the step."""
     if waterfall is None:
         return {}
     return {f"waterfall/{name}": bar * 1e-9 for name, bar in zip(BARS, waterfall.bars, strict=True)}
 
 
 def of_overlap(overlap: Overlap | None) -> dict[str, float | None]:
-    """reduction/hidden: what was hidden of what could be; reduction/rank{r}/exposed: seconds that nothing hid, by world
+    """Tags and values of what computation hid of reductions.
+
+    reduction/hidden: what was hidden of what could be; reduction/rank{r}/exposed: seconds that nothing hid, by world
     rank.
     """
     if overlap is None:

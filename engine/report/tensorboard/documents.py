@@ -26,8 +26,9 @@ from engine.report.tensorboard.curves import action_times
 
 
 class Counted(NamedTuple):
-    """A traced step that is in the means, and what was found of it. `timeline`: its spans, on the clock of rank 0;
-    `waiting`: seconds, by replica, for slower ones.
+    """A traced step that is in the means, and what was found of it.
+
+    `timeline`: its spans, on the clock of rank 0; `waiting`: seconds, by replica, for slower ones.
     """
 
     step: Step
@@ -39,7 +40,7 @@ class Counted(NamedTuple):
 
 
 class Documents:
-    """Writes to `board` what was counted in `measure`."""
+    """Writes the documents of chosen steps to `board`, with the bubbles as `measure` knows them by then."""
 
     def __init__(self, job: Job, board: Board, measure: Measure | SteadyMeasure, clocks: ClockAlignment) -> None:
         self._job, self._board, self._measure, self._clocks = job, board, measure, clocks
@@ -48,7 +49,7 @@ class Documents:
         self._predicted: Timeline | None = None
 
     def add(self, counted: Counted) -> None:
-        """The next traced step."""
+        """Take the next traced step; it is written if it is chosen."""
         self._left = counted
         if self._thinning.keeps():
             self.finish()

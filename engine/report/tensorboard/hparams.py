@@ -21,7 +21,7 @@ METRICS = (
 
 
 def hparams(job: Job, lr: float | None) -> dict[str, HParam]:
-    """What the run is. `lr`: that of the first step, where there was one."""
+    """The hyper-parameters of a run, the same keys for every run. `lr`: that of the first step, where there was one."""
     settings = job.settings
     return {
         "schedule": job.compute.name,
@@ -52,7 +52,7 @@ def _target(group: dict[str, Any]) -> str:
 
 
 def results(summary: dict[str, Any]) -> dict[str, float | None]:
-    """What came of it, by METRICS, from the content of summary.json: medians and means, the largest peaks."""
+    """The results of a run by METRICS, from the content of summary.json: medians and means, the largest peaks."""
     bubble = summary["bubble"]
     values = (
         summary["loss"]["last"],

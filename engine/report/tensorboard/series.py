@@ -25,12 +25,12 @@ def tag_of(step: int) -> str:
 
 
 def packed(document: str) -> bytes:
-    """As it lies in the event file. The same document gives the same bytes."""
+    """A document as it lies in the event file, compressed. The same document gives the same bytes."""
     return gzip.compress(document.encode(), compresslevel=6, mtime=0)
 
 
 def unpacked(content: bytes) -> str:
-    """The document again; ValueError where the bytes are none."""
+    """The document of these bytes. Raises ValueError where they are none."""
     try:
         return gzip.decompress(content).decode()
     except (OSError, EOFError, zlib.error) as error:
@@ -59,13 +59,13 @@ class Thinning:
 
 
 class Room:
-    """What is left for the documents of a run."""
+    """The limit on the spans of all documents of a run together."""
 
     def __init__(self) -> None:
         self._spans = 0
 
     def takes(self, spans: int) -> bool:
-        """Whether there is room for a step of so many spans; it is then taken."""
+        """Take room for a step of so many spans; returns whether there was enough."""
         if spans > MOST_SPANS or self._spans + spans > SPANS_OF_A_RUN:
             return False
         self._spans += spans

@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 
 class TraceBudget(Generic[T]):
-    """`look` is given one traced step after the other, in their order; how many, time decides.
+    """Limits the parent's processor time for traces while workers run; hands traced steps to `look` as it allows.
 
-    `clock`: seconds that this thread has had a processor.
+    Steps are looked at one after the other, in their order. `clock`: seconds that this thread has had a processor.
     """
 
     def __init__(self, look: Callable[[T], None], clock: Callable[[], float] = time.thread_time) -> None:
@@ -35,11 +35,11 @@ class TraceBudget(Generic[T]):
         self._seen = -1  # the number of the last that was looked at
 
     def passed(self, seconds: float) -> None:
-        """A step of the run took so long, traced or not."""
+        """Add to the budget: a step of the run took so many seconds, traced or not."""
         self._left += SHARE * seconds
 
     def add(self, step: T, spans: int) -> None:
-        """The next traced step. After that those are looked at for which there is time."""
+        """Take the next traced step, and look at as many as there is time for. `spans`: how many it has."""
         self._newest = self._traced, step, spans
         if self._traced % self._every == 0:
             self._line[self._traced] = step, spans
@@ -53,7 +53,7 @@ class TraceBudget(Generic[T]):
             self._line = {number: each for number, each in self._line.items() if number % self._every == 0}
 
     def finish(self) -> None:
-        """Nothing more will come, and nobody else needs the processor. The newest step is never left out."""
+        """Look at all that wait, and at the newest step in any case; for the end, when workers need no processor."""
         if self._newest is not None and self._newest[0] != self._seen:
             number, step, spans = self._newest
             self._line[number] = step, spans
