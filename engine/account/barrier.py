@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from engine.job import Job
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
-from engine.rank import Rank
+from engine.ranks import Rank
 
 Ints = npt.NDArray[np.int64]
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from engine.account.messages import MESSAGE_WAITS, inside, journeys
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
-from engine.rank import Rank
+from engine.ranks import Rank
 
 CAUSES = ("compute", "transfer", "reduce", "optimizer", "data", "other")
 _CAUSE_OF: dict[int, str] = {

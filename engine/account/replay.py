@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from engine.plan.actions import Op, Program
 from engine.plan.dependencies import NONE, Flat, dependencies, progress
-from engine.rank import Rank, replica_ranks
+from engine.ranks import Rank, replica_ranks
 
 STEPS = 3  # the first from a standstill, one to settle, one that counts
 

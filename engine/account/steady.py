@@ -30,7 +30,7 @@ from engine.plan.schedules import SCHEDULES
 from engine.plan.simulate import Costs, simulate
 from engine.plan.steady import SteadyState, steady_program, steady_state
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Timeline
-from engine.rank import replica_ranks
+from engine.ranks import replica_ranks
 
 MOST_UPDATES = 1000  # of a window that is simulated as a whole
 _CONTEXT = (Kind.SEND_F, Kind.SEND_B)  # what of the update before is looked at

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.rank import Rank
+from engine.ranks import Rank
 from engine.telemetry.position import Place
 
 Meta = Mapping[str, Any]

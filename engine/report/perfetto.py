@@ -23,7 +23,7 @@ from engine.account.messages import sends_of
 from engine.account.path import critical_path, name_of
 from engine.files import write_text
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Span, Timeline
-from engine.rank import Rank
+from engine.ranks import Rank
 
 Event = dict[str, Any]
 

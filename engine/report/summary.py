@@ -15,7 +15,7 @@ from engine.account.bubble import NAMES
 from engine.account.gather import Evaluation, Step
 from engine.account.measure import Bubbles
 from engine.job import Job
-from engine.rank import Rank
+from engine.ranks import Rank
 
 HELD = ("parameters", "gradients", "buckets", "optimizer_state")  # of a `memory` record
 

@@ -18,7 +18,7 @@ from engine.account.pushes import pace_rows, pushes_text, staleness_rows
 from engine.account.waterfall import missing
 from engine.job import Job
 from engine.plan.timeline import Timeline
-from engine.rank import Rank
+from engine.ranks import Rank
 from engine.tables import Rows, counted, markdown, milliseconds, percent, size, table
 
 PATH, CLOCKS = "Critical path of the last traced step", "Clocks"

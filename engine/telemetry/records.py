@@ -31,7 +31,7 @@
 |              | peer (the rank waited for, or null), type, message, traceback, time_ns                              |
 | `done`       | rank                                                                                                |
 
-`rank` is the world rank (`engine.rank`).
+`rank` is the world rank (`engine.ranks`).
 """
 
 from __future__ import annotations

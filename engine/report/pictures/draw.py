@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from engine.account.path import Link
 from engine.plan.timeline import BEHIND, COMPUTE_KINDS, Kind, Timeline
-from engine.rank import Rank
+from engine.ranks import Rank
 from engine.report.pictures.palette import COLOURS, INK, PAPER, QUIET, WORDS
 
 WIDTH = 1400  # pixels
