@@ -1,6 +1,6 @@
 """scripts/bench drawbacks [mlp] [resnet50] [--replicas N] [--json FILE]
 
-The six drawbacks of data parallelism in one process, measured on `engine.collectives.data_parallel` beside the engine's
+The six drawbacks of data parallelism in one process, measured on `engine.demos.data_parallel` beside the engine's
 own replicas (processes, allreduce=ring) on the same model and batch: what is copied besides gradients, threads, the
 reduction that nothing hides, and how unevenly the replicas are busy. One thread per replica.
 """
@@ -22,7 +22,7 @@ from benchmarks.figures import step_time
 from benchmarks.layers import batch_of, mean_loss, optimizer_of, whole
 from benchmarks.link import aligned
 from benchmarks.sides import LOOPBACK, ours_command, run_together
-from engine.collectives.data_parallel import DataParallel, StepCounters
+from engine.demos.data_parallel import DataParallel, StepCounters
 
 STEPS, WARMUP = 12, 4
 MODELS = {

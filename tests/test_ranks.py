@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
+from importlib.util import find_spec
 
+import numpy as np
+import pytest
+
+import engine
 from engine.ranks import Rank, replica_ranks
 
 
@@ -17,3 +21,9 @@ def test_the_three_numbers_of_each_of_two_pipelines_of_three() -> None:
 def test_arrays_elementwise() -> None:
     world, replica, pipeline = Rank.of(np.array([4, 0, 5]), 3)
     assert world.tolist() == [4, 0, 5] and replica.tolist() == [1, 0, 1] and pipeline.tolist() == [1, 0, 2]
+
+
+@pytest.mark.parametrize("name", engine.__all__)
+def test_no_module_takes_the_place_of_a_public_name(name: str) -> None:
+    """`engine.rank()` is a function: an engine/rank.py would replace it as soon as anything imports that."""
+    assert find_spec(f"engine.{name}") is None

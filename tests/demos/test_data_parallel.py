@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
 from benchmarks import drawbacks
 from benchmarks.layers import whole
-from engine.collectives.data_parallel import DataParallel
+from engine.demos.data_parallel import DataParallel
 
 CPU = torch.device("cpu")
 mean = nn.CrossEntropyLoss()

@@ -9,7 +9,7 @@
 
 This is what torch.nn.DataParallel does, on any devices (the same CPU several times included), with every phase timed
 and counted. It is here to be measured: what it copies, waits for and leaves idle is what the other ways of data
-parallelism do without. It is a way to run a step rather than a collective between ranks, so no `allreduce` names it.
+parallelism do without.
 """
 
 from __future__ import annotations
