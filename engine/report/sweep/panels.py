@@ -71,8 +71,8 @@ def layout_of(sweep: Sweep) -> PanelLayout:
 def panels(sweep: Sweep) -> list[Markup | Chart]:
     """The charts, with a heading each where there are several."""
     layout = layout_of(sweep)
-    if layout.along is None:
-        return []
+    if layout.along is None or not any(sweep.known(metric) for metric in METRICS):
+        return []  # nothing was varied, or nothing is known of any job
     drawn: list[Markup | Chart] = []
     if layout.series and len(sweep.varied[layout.series]) > marks.MOST:
         drawn.append(
