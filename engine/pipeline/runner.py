@@ -28,6 +28,7 @@ from engine.pipeline.stage.stage import Stage, StageLayer
 from engine.pipeline.updates.updater import Numbering
 from engine.plan.schedules import SCHEDULES
 from engine.plan.updates import read_versions
+from engine.ranks import replica_ranks
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -62,7 +63,8 @@ class Runner:
         self._asynchronous = SCHEDULES[schedule].stream is not None
         self.tracer = prepared.tracer
         self.stages = self._build(given, within)
-        self.links = Links(transport, self.replica * placement.ranks, self.device, prepared.connections.label)
+        first = replica_ranks(self.replica, placement.ranks)[0]
+        self.links = Links(transport, first, self.device, prepared.connections.label)
         numbering = Numbering(placement, self.tables.split, self.tables.trainable, prepared.dtype)
         self.updater = prepared.updater(
             self.stages, self.communicators, prepared.rules, numbering, self.device, self.tracer, prepared.observer
