@@ -73,6 +73,7 @@ class Runner:
             self.rank, self.stages, self.links, self.tracer, self.updater, prepared.observer, overlap
         )
         self._last = placement.stages - 1
+        self._replicated = transport.world > placement.ranks
 
     def _build(
         self, given: Sequence[GivenLayer], within: Callable[[], AbstractContextManager[Any]]
@@ -162,7 +163,7 @@ class Runner:
 
     def _borrow_buffers(self) -> list[tuple[Tensor, Tensor]]:
         """(buffer, its own value) pairs to restore."""
-        if self.communicators.world == self.tables.placement.ranks:
+        if not self._replicated:
             return []
         owns = self.tables.placement.first_copies(self.rank) if self.replica == 0 else []
         own = [(b, b.clone()) for s in sorted(self.stages) for _, b in self.stages[s].named_buffers()]
