@@ -13,6 +13,7 @@ import torch
 from engine.collectives import Collective, Group
 from engine.plan.actions import Placement, Program
 from engine.plan.lowering import channels
+from engine.ranks import Rank, replica_ranks
 from engine.transport import Edge, Transport
 
 
@@ -61,14 +62,15 @@ def connections(
     """
     ranks = placement.ranks
     homes = {s: placement.ranks_of(s) for s in range(placement.stages)}
-    sharing = {s: [r * ranks + home for r in range(replicas) for home in own] for s, own in homes.items()}
+    sharing = {s: [Rank.at(r, home, ranks).world for r in range(replicas) for home in own] for s, own in homes.items()}
     kinds = {s: kind_of(members) for s, members in sharing.items()}
     pairs = sorted({channel for program in programs for channel in channels(program)})
-    edges = [Edge(r * ranks + a, r * ranks + b, label + way) for r in range(replicas) for a, b, way in pairs]
+    pipelines = [replica_ranks(r, ranks) for r in range(replicas)]
+    edges = [Edge(own[a], own[b], label + way) for own in pipelines for a, b, way in pairs]
     for s, members in sharing.items():
         name = f"{label}reduce{s}"
         edges += edges_of(kinds[s], members, name) if edges_of else kinds[s].edges(members, name)
-    groups = [Meeting([r * ranks + p for p in range(ranks)], f"{label}norms") for r in range(replicas)]
+    groups = [Meeting(list(own), f"{label}norms") for own in pipelines]
     groups.append(Meeting(sharing[placement.stages - 1], f"{label}counts"))
     if divided and replicas > 1:
         groups.append(Meeting(list(range(ranks * replicas)), f"{label}norms"))
@@ -88,13 +90,13 @@ class Communicators:
     def __init__(self, found: Connections, transport: Transport) -> None:
         self._transport, self.label = transport, found.label
         self.me, self.world = transport.rank, transport.world
-        self.replica, self.rank = divmod(self.me, found.ranks)
+        _, self.replica, self.rank = Rank.of(self.me, found.ranks)
         self.reduces = found.reduces
         transport.open(found.edges)
         for members, label, backend in found.groups:
             if len(members) > 1 and self.me in members:
                 transport.open_group(members, label, backend)
-        self._pipeline = [self.replica * found.ranks + r for r in range(found.ranks)]
+        self._pipeline = list(replica_ranks(self.replica, found.ranks))
         self._last = found.sharing[max(found.sharing)]
         self._everybody = list(range(self.world))
         self.reduction: dict[int, Collective] = {}

@@ -282,7 +282,7 @@ class Pipeline(Runner):
         rows = samples_of(batch[0])
         if microbatches is None:
             microbatches = min(rows, self._microbatches)
-        elif 0 < rows < microbatches or (rows == 0 and (self._asynchronous or self.communicators.world == 1)):
+        elif rows < microbatches and (rows or self._asynchronous or not self._replicated):
             raise ValueError(
                 f"a batch of {rows} samples cannot be cut into microbatches={microbatches}: give larger batches "
                 "(DataLoader(drop_last=True) leaves out a short last one), or lower microbatches"

@@ -28,6 +28,7 @@ from engine.pipeline.stage.stage import Stage, StageLayer
 from engine.pipeline.updates.updater import Numbering
 from engine.plan.schedules import SCHEDULES
 from engine.plan.updates import read_versions
+from engine.ranks import replica_ranks
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -62,7 +63,8 @@ class Runner:
         self._asynchronous = SCHEDULES[schedule].stream is not None
         self.tracer = prepared.tracer
         self.stages = self._build(given, within)
-        self.links = Links(transport, self.replica * placement.ranks, self.device, prepared.connections.label)
+        first = replica_ranks(self.replica, placement.ranks)[0]
+        self.links = Links(transport, first, self.device, prepared.connections.label)
         numbering = Numbering(placement, self.tables.split, self.tables.trainable, prepared.dtype)
         self.updater = prepared.updater(
             self.stages, self.communicators, prepared.rules, numbering, self.device, self.tracer, prepared.observer
@@ -71,6 +73,7 @@ class Runner:
             self.rank, self.stages, self.links, self.tracer, self.updater, prepared.observer, overlap
         )
         self._last = placement.stages - 1
+        self._replicated = transport.world > placement.ranks
 
     def _build(
         self, given: Sequence[GivenLayer], within: Callable[[], AbstractContextManager[Any]]
@@ -160,7 +163,7 @@ class Runner:
 
     def _borrow_buffers(self) -> list[tuple[Tensor, Tensor]]:
         """(buffer, its own value) pairs to restore."""
-        if self.communicators.world == self.tables.placement.ranks:
+        if not self._replicated:
             return []
         owns = self.tables.placement.first_copies(self.rank) if self.replica == 0 else []
         own = [(b, b.clone()) for s in sorted(self.stages) for _, b in self.stages[s].named_buffers()]

@@ -17,6 +17,7 @@ from engine.pipeline.batches.microbatch import passes, sizes
 from engine.pipeline.dtypes import to_device
 from engine.pipeline.pipeline import Pipeline
 from engine.pipeline.seeds import seeded
+from engine.ranks import Rank
 from engine.telemetry.position import Place, locate
 from engine.training.batches import Batches
 from engine.training.build import DTYPES
@@ -28,7 +29,7 @@ class Evaluation:
 
     def __init__(self, job: Job, rank: int, pipeline: Pipeline) -> None:
         self._job, self._pipeline, self._device = job, pipeline, pipeline.device
-        self._replica, pipeline_rank = divmod(rank, job.ranks)
+        _, self._replica, pipeline_rank = Rank.of(rank, job.ranks)
         size = job.settings.eval.batch_size or job.settings.train.global_batch_size
         self._batches = Batches(job.eval_samples, size, job.replicas, job.settings.seed, shuffle=False)
         own = job.placement.first_copies(pipeline_rank)

@@ -16,6 +16,7 @@ from engine.pipeline.batches.batch import ReplicaBatch
 from engine.pipeline.batches.microbatch import passes, sizes
 from engine.pipeline.dtypes import to_device
 from engine.plan.timeline import Kind
+from engine.ranks import Rank
 from engine.telemetry.position import Place, locate
 from engine.telemetry.trace import Tracer
 from engine.training.batches import Batches
@@ -46,7 +47,7 @@ class BatchStream:
         )
         self.steps = self.batches.steps(settings.train.steps, settings.train.epochs)
         self._job, self._device, self._tracer, self._legal = job, device, tracer, legal
-        self._replica, self._rank = divmod(rank, job.ranks)
+        _, self._replica, self._rank = Rank.of(rank, job.ranks)
         stages = job.placement.stages_of(self._rank)
         self._first, self._last = 0 in stages, job.placement.stages - 1 in stages
         self._held: dict[int, ReplicaBatch] = {}

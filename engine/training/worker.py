@@ -28,6 +28,7 @@ from engine.pipeline.seeds import building
 from engine.pipeline.stage.overlap import make_overlap
 from engine.pipeline.tables import JobTables
 from engine.pipeline.updates.updater import Updater, UpdateRules
+from engine.ranks import Rank
 from engine.telemetry.clock import Clocks
 from engine.telemetry.records import LAYER_COLUMNS, encode
 from engine.telemetry.trace import tracer_for
@@ -64,7 +65,7 @@ class Worker(Observer):
     def __init__(self, job: Job, rank: int, transport: Transport, post: Post, clocks: Clocks | None = None) -> None:
         settings, pushing = job.settings, job.settings.data_parallel.asynchronous
         self.job, self.world_rank, self.post, self.clocks = job, rank, post, clocks
-        self.replica, self.rank = divmod(rank, job.ranks)
+        _, self.replica, self.rank = Rank.of(rank, job.ranks)
         self.device = device_of(job, rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)

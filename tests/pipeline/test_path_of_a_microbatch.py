@@ -36,5 +36,6 @@ def test_a_microbatch_passes_few_modules(schedule: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(Executor, "run", noted)
     run_threads(settings(schedule, 2, 4, 2))
     ours = {name for name in passed if name.split(".")[0] == "engine"}
-    assert {"engine.pipeline.executor", "engine.pipeline.stage.stage", "engine.transport.threads.queues"} <= ours
+    assert {"engine.pipeline.executor", "engine.pipeline.stage.stage"} <= ours
+    assert any(name.startswith("engine.transport") for name in ours)
     assert len(ours) < MOST, sorted(ours)

@@ -402,6 +402,8 @@ def test_refusals_later() -> None:
         piped = engine.Pipeline(model(), nn.functional.cross_entropy, microbatches=4)
         with pytest.raises(ValueError, match="a batch of 3 samples cannot be cut into microbatches=4"):
             piped.step(batches([3])[0])
+        with pytest.raises(ValueError, match="a batch of 0 samples cannot be cut"):
+            piped.step(batches([0])[0])  # without replicas nobody else has any
         with pytest.raises(ValueError, match=r"a batch is a pair \(input, target\), not a Tensor"):
             piped.step(torch.zeros(3))
         owner = engine.Pipeline(model(), nn.functional.cross_entropy, microbatches=4, optimizer=SGD)
