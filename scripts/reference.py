@@ -20,8 +20,8 @@ from engine.account.bubble import NAMES
 from engine.account.replay.waterfall import BARS
 from engine.cli.config import CONF
 from engine.cli.help import default, groups, meaning
-from engine.plan.guide import guide
 from engine.plan.schedules import SCHEDULES
+from engine.plan.views.guide import guide
 from engine.report.tensorboard.hparams import METRICS
 from engine.settings import KEYS
 

@@ -12,9 +12,9 @@ from engine.pipeline.losses import make_loss
 from engine.pipeline.seeds import building, seed_for
 from engine.prepare.prepare import prepare
 from engine.settings import Settings
-from engine.training.batches import Batches
 from engine.training.build import DTYPES, build_optimizer, model_layers
-from engine.training.source import dataset
+from engine.training.samples.batches import Batches
+from engine.training.samples.source import dataset
 
 
 def version_read(schedule: dict[str, Any], ranks: int, stage: int, update: int) -> int:

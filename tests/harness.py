@@ -19,9 +19,9 @@ from engine.pipeline.seeds import building, seed_for
 from engine.prepare.prepare import prepare
 from engine.settings import DataParallel, Eval, Pipeline, Settings, Train
 from engine.telemetry.records import Record, decode
-from engine.training.batches import Batches
 from engine.training.build import DTYPES, build_optimizer, model_layers
-from engine.training.source import dataset
+from engine.training.samples.batches import Batches
+from engine.training.samples.source import dataset
 from engine.training.worker import Worker
 from engine.transport import PeerError, Transport
 from engine.transport.threads import ThreadHub

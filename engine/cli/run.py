@@ -31,9 +31,9 @@ from engine.plan.lowering import lower
 from engine.plan.schedules import SCHEDULES, build
 from engine.plan.simulate import Costs, compute_only, figures, simulate
 from engine.plan.steady import long_run
-from engine.plan.summary import CSV_NAME, plan_summary, plan_text
-from engine.plan.text import to_csv
 from engine.plan.verify import verify
+from engine.plan.views.summary import CSV_NAME, plan_summary, plan_text
+from engine.plan.views.text import to_csv
 from engine.settings import Settings
 from engine.short_summary import write_short_summary
 from engine.telemetry.records import Record

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.plan.dependencies import Flat
-from engine.plan.grid import grid
+from engine.plan.views.grid import grid
 
 
 class InvalidProgram(ValueError):  # noqa: N818

@@ -19,7 +19,7 @@ from engine.folder import schemas
 from engine.folder.rows import is_sweep, job_folders
 from engine.plan.actions import Op, Program
 from engine.plan.schedules import build
-from engine.plan.summary import CSV_NAME
+from engine.plan.views.summary import CSV_NAME
 from engine.predict.costs import COSTS_NAME, VERSION
 
 Floats = npt.NDArray[np.float64]

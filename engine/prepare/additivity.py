@@ -27,7 +27,7 @@ from engine.pipeline.dtypes import to_device
 from engine.pipeline.inspection.fake_model import OperatorLog
 from engine.pipeline.losses import Loss, stand_in
 from engine.pipeline.messages.boundary import describe
-from engine.training.source import pair
+from engine.training.samples.source import pair
 
 TRIED_ROWS = 4  # half of the samples that are tried
 # Some losses compute in float32, or in less, whatever they are given: what they return tells how exact they are.

@@ -31,7 +31,7 @@ from engine.pipeline.messages.boundary import shapes
 from engine.pipeline.messages.nesting import template
 from engine.settings import Settings
 from engine.targets import blaming, build, required
-from engine.training.source import pair
+from engine.training.samples.source import pair
 
 MOST_TRIED = 1000  # steps of a scheduler: a moment, even with many parameter groups
 

@@ -35,15 +35,15 @@ from engine.prepare.dry_run import Sample, length_of, sample_of, try_loss, try_u
 from engine.settings import Settings
 from engine.targets import blaming, locate, prepare_import_path
 from engine.training.async_window import stream_programs, window_lengths
-from engine.training.asynchronous_sgd import check_asynchronous_sgd
-from engine.training.batches import Batches
 from engine.training.build import DTYPES, autocast_of, model_layers
 from engine.training.connect import transport_of
 from engine.training.connections import check_open_files, connections
 from engine.training.delay import check_delay
-from engine.training.reduction import grouped
-from engine.training.sharding import check_sharding
-from engine.training.source import dataset
+from engine.training.replicas.asynchronous_sgd import check_asynchronous_sgd
+from engine.training.replicas.reduction import grouped
+from engine.training.replicas.sharding import check_sharding
+from engine.training.samples.batches import Batches
+from engine.training.samples.source import dataset
 
 log = logging.getLogger(__name__)
 

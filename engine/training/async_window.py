@@ -11,7 +11,7 @@ from engine.plan.actions import Program
 from engine.plan.programs import StepPrograms, Updates
 from engine.plan.schedules import SCHEDULES
 from engine.settings import Settings
-from engine.training.batches import Batches
+from engine.training.samples.batches import Batches
 
 MOST_PAIRS = 2**20  # of a rank and a micro-batch in one window: its program is proven as a whole
 

@@ -17,8 +17,8 @@ from engine.job import Job
 from engine.pipeline import communicators
 from engine.pipeline.communicators import Connections
 from engine.training.connect import transport_of
-from engine.training.reduction import collective_of
-from engine.training.sharding import division_of
+from engine.training.replicas.reduction import collective_of
+from engine.training.replicas.sharding import division_of
 from engine.transport import Edge
 from engine.transports import TRANSPORTS
 

@@ -19,9 +19,9 @@ from engine.pipeline.pipeline import Pipeline
 from engine.pipeline.seeds import seeded
 from engine.ranks import Rank
 from engine.telemetry.position import Place, locate
-from engine.training.batches import Batches
 from engine.training.build import DTYPES
-from engine.training.source import dataset, loader, pair
+from engine.training.samples.batches import Batches
+from engine.training.samples.source import dataset, loader, pair
 
 
 class Evaluation:

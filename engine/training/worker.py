@@ -32,15 +32,15 @@ from engine.ranks import Rank
 from engine.telemetry.clock import Clocks
 from engine.telemetry.records import LAYER_COLUMNS, encode
 from engine.telemetry.trace import tracer_for
-from engine.training.asynchronous_sgd import AsynchronousSGD, PushUpdater
 from engine.training.build import DTYPES, autocast_of, model_layers, optimizer_of, scheduler_of
 from engine.training.connections import connections
 from engine.training.delay import slow_down
 from engine.training.device import device_of
 from engine.training.evaluate import Evaluation
-from engine.training.inputs import BatchStream
 from engine.training.memory import StaticMemory
-from engine.training.sharding import division_of
+from engine.training.replicas.asynchronous_sgd import AsynchronousSGD, PushUpdater
+from engine.training.replicas.sharding import division_of
+from engine.training.samples.inputs import BatchStream
 from engine.transport import PeerError, Transport
 
 Post = Callable[[bytes], None]

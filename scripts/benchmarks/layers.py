@@ -16,7 +16,7 @@ from engine.job import Job
 from engine.pipeline.seeds import building
 from engine.targets import build
 from engine.training.build import model_layers
-from engine.training.source import dataset, pair
+from engine.training.samples.source import dataset, pair
 from models.sleep import Sleeper, late
 
 

@@ -20,8 +20,8 @@ from benchmarks.figures import Durations, Run, Step, step_time
 from engine.plan.actions import COMPUTE, Program
 from engine.plan.schedules import build
 from engine.plan.simulate import compute_only
-from engine.plan.text import from_csv, to_csv
 from engine.plan.timeline import Kind, Timeline
+from engine.plan.views.text import from_csv, to_csv
 from engine.report.tensorboard.series import PLUGIN, tag_of, unpacked
 from engine.tab.document import measured
 

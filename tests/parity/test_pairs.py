@@ -23,11 +23,11 @@ from engine.account.records.gather import Steps
 from engine.account.replay.observed import durations
 from engine.pipeline.stage.overlap import LayerCall, make_overlap
 from engine.plan.actions import COMPUTE, Op, Program
-from engine.plan.grid import grid
 from engine.plan.schedules import build
 from engine.plan.simulate import Costs, simulate
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Span, Timeline
 from engine.plan.verify import InvalidProgram, peak_in_flight, verify
+from engine.plan.views.grid import grid
 from engine.report.perfetto import trace_events
 from engine.report.pictures.timeline import Panel, draw
 from engine.settings import Settings

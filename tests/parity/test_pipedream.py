@@ -21,7 +21,7 @@ from engine.cli.config import check, from_plain
 from engine.pipeline.batches.window import Window
 from engine.pipeline.stage.versions import Versions
 from engine.plan.schedules import build
-from engine.plan.text import to_csv
+from engine.plan.views.text import to_csv
 from engine.prepare.prepare import prepare
 from engine.report.recorder import Recorder
 from engine.settings import Eval, Settings

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.collectives import COLLECTIVES
 from engine.prepare.prepare import prepare
 from engine.settings import AllReduce, Settings
-from engine.training.reduction import collective_of, grouped
+from engine.training.replicas.reduction import collective_of, grouped
 
 Expected = tuple[int, tuple[dict[str, Tensor], list[float]]]  # replicas, state and losses of one plain process
 

@@ -19,7 +19,7 @@ from harness import ADAM, Ran, close, equal, plain, run_threads, settings
 from engine.settings import AllReduce, Eval
 from engine.telemetry.position import Place, locate, place_of
 from engine.telemetry.records import decode
-from engine.training.source import ItemError
+from engine.training.samples.source import ItemError
 from engine.training.worker import Worker
 
 SCHEDULES = ("naive", "gpipe", "1f1b")

@@ -15,8 +15,8 @@ from torch import nn
 from toys import Block, Layers
 
 from engine.plan.schedules import SCHEDULES, build
-from engine.plan.text import to_csv
 from engine.plan.verify import peak_in_flight
+from engine.plan.views.text import to_csv
 from engine.settings import Eval, Settings
 
 TRAINED: list[dict[str, Any]] = [

@@ -16,7 +16,7 @@ from engine.job import Job
 from engine.pipeline.batches.batch import ReplicaBatch
 from engine.prepare.prepare import prepare
 from engine.telemetry.trace import Tracer
-from engine.training.inputs import BatchStream
+from engine.training.samples.inputs import BatchStream
 from engine.training.worker import Worker
 
 CPU = torch.device("cpu")

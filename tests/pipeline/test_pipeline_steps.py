@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import engine
 from engine.prepare.prepare import prepare
 from engine.settings import Settings
-from engine.training.batches import Batches
-from engine.training.source import dataset
+from engine.training.samples.batches import Batches
+from engine.training.samples.source import dataset
 
 OPTIMIZER = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)  # as harness.SGD
 

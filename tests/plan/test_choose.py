@@ -8,8 +8,8 @@ from program_strategies import ASYNCHRONOUS, EVERY
 
 from engine.plan.choose import compare, table
 from engine.plan.features import COPIES, SPLIT, VERSIONS, features
-from engine.plan.guide import ADVICE, ANY, guide
 from engine.plan.schedules import SCHEDULES, build
+from engine.plan.views.guide import ADVICE, ANY, guide
 
 EQUAL = {"forward": 1, "input_backward": 1, "weight_backward": 1}
 
@@ -117,7 +117,7 @@ def test_what_a_program_asks_for():
 
 def test_the_page_is_up_to_date():
     page = Path(__file__).parents[2] / "docs" / "schedules.md"
-    assert page.read_text() == guide(), "python -m engine.plan.guide > docs/schedules.md"
+    assert page.read_text() == guide(), "python -m engine.plan.views.guide > docs/schedules.md"
 
 
 def test_the_page_has_every_schedule_with_its_grid():

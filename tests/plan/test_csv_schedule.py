@@ -12,8 +12,8 @@ from torch.distributed.pipelining import schedules as peer
 from engine.plan.lowering import lower
 from engine.plan.schedules import SCHEDULES, build, largest_legal_microbatches
 from engine.plan.simulate import Costs, figures, simulate
-from engine.plan.text import cells, to_csv
 from engine.plan.verify import InvalidProgram, verify
+from engine.plan.views.text import cells, to_csv
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from engine.plan.actions import COMPUTE, RECVS, SENDS, Action, Op, Placement, Pr
 from engine.plan.lowering import channels, lower
 from engine.plan.schedules import build
 from engine.plan.simulate import compute_only
-from engine.plan.text import from_csv, to_csv
 from engine.plan.verify import verify
+from engine.plan.views.text import from_csv, to_csv
 
 programs = st.one_of(scheduled((*PLAIN, "forward_only")), executed())
 

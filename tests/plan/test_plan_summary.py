@@ -8,8 +8,8 @@ from engine.plan.actions import Placement
 from engine.plan.lowering import lower
 from engine.plan.schedules import build
 from engine.plan.simulate import Costs, figures, simulate
-from engine.plan.summary import MOST_LISTED, plan_summary, plan_text
-from engine.plan.text import from_csv, to_csv
+from engine.plan.views.summary import MOST_LISTED, plan_summary, plan_text
+from engine.plan.views.text import from_csv, to_csv
 
 
 def summary(program, layers=None, **costs):

@@ -10,13 +10,13 @@ from torch.distributed.pipelining import schedules as peer
 
 from engine.plan.actions import Action, Op, Placement, Program
 from engine.plan.features import SPLIT, features
-from engine.plan.grid import grid
 from engine.plan.lowering import lower
 from engine.plan.schedules import SCHEDULES, build
 from engine.plan.simulate import Costs, simulate
-from engine.plan.text import cells, from_csv, parse_action, parse_cell, to_csv
 from engine.plan.timeline import Kind, Span, Timeline
 from engine.plan.verify import verify
+from engine.plan.views.grid import grid
+from engine.plan.views.text import cells, from_csv, parse_action, parse_cell, to_csv
 
 with_microbatch = st.sampled_from([op for op in Op if op not in (Op.REDUCE, Op.GATHER)])
 actions = st.one_of(

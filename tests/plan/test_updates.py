@@ -12,9 +12,9 @@ from engine.plan.lowering import lower
 from engine.plan.schedules import SCHEDULES, build
 from engine.plan.simulate import Costs, compute_only, simulate
 from engine.plan.steady import long_run, steady_state
-from engine.plan.text import from_csv, to_csv
 from engine.plan.updates import peak_versions, read_versions, staleness
 from engine.plan.verify import InvalidProgram, peak_in_flight, verify
+from engine.plan.views.text import from_csv, to_csv
 
 ranks_and_microbatches = st.tuples(st.integers(1, 7), st.integers(1, 20))
 costs = st.floats(0.1, 10)

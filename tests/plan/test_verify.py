@@ -16,8 +16,8 @@ from program_strategies import executed, scheduled
 from engine.plan.actions import COMPUTE, Action, Op, Placement, Program
 from engine.plan.lowering import lower
 from engine.plan.schedules import build
-from engine.plan.text import from_csv
 from engine.plan.verify import InvalidProgram, peak_in_flight, verify
+from engine.plan.views.text import from_csv
 
 FAR = {Op.SEND_F: 1, Op.RECV_F: -1, Op.SEND_B: -1, Op.RECV_B: 1}  # where a message's other end is
 GRADIENT = (Op.B, Op.I)

@@ -15,7 +15,7 @@ import recorded
 from command import Engine
 from finished import MS, finished, job_of
 
-from engine.plan.text import to_csv
+from engine.plan.views.text import to_csv
 from engine.report.__main__ import main
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from finished import finished, job_of
 from test_tab import Provider, asked
 
 from engine.categories import NAMES
-from engine.plan.text import from_csv, parse_action
+from engine.plan.views.text import from_csv, parse_action
 from engine.predict.measured import read
 from engine.report.__main__ import main
 from engine.report.compare import write_comparison

@@ -15,7 +15,7 @@ from engine.job import Job
 from engine.prepare.prepare import prepare
 from engine.report.progress import _steps
 from engine.settings import AllReduce, Eval, Settings
-from engine.training.batches import Batches
+from engine.training.samples.batches import Batches
 
 engine, trained = command.engine, command.trained  # fixtures
 

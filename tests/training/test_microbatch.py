@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.pipeline.batches.microbatch import passes, sizes, take
-from engine.training.batches import Batches
+from engine.training.samples.batches import Batches
 
 
 @given(st.integers(0, 300), st.integers(1, 40))

@@ -24,7 +24,7 @@ from engine.errors import ExhaustedError
 from engine.launch.failure_report import FailureReport
 from engine.launch.rank import error_record
 from engine.telemetry.records import decode
-from engine.training.source import _explained
+from engine.training.samples.source import _explained
 from engine.transport import PeerError, Transport
 from engine.transport.shared import segments
 from engine.transports import shared_memory_missing

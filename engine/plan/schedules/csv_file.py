@@ -1,4 +1,4 @@
-"""Any program at all, from a CSV file in the dialect of torch.distributed.pipelining (plan/text.py).
+"""Any program at all, from a CSV file in the dialect of torch.distributed.pipelining (plan/views/text.py).
 
 The file may list computations alone, or communication too. That must hold together as it stands; it is then left out,
 and put in again as for every other schedule. A program of someone else's may add a stage's gradients in another order
@@ -17,8 +17,8 @@ import numpy as np
 from engine.plan.actions import COMPUTE, Program, unpack
 from engine.plan.schedules.registry import schedule
 from engine.plan.simulate import compute_only
-from engine.plan.text import from_csv
 from engine.plan.verify import verify
+from engine.plan.views.text import from_csv
 
 
 def _requires(ranks: int, microbatches: int, path: Any = None) -> str | None:

@@ -10,11 +10,11 @@ import numpy as np
 
 from engine.plan.actions import Placement, Program
 from engine.plan.choose import choice_of
-from engine.plan.grid import grid
 from engine.plan.simulate import Costs, Figures
 from engine.plan.steady import LongRun
-from engine.plan.text import cells
 from engine.plan.timeline import Timeline
+from engine.plan.views.grid import grid
+from engine.plan.views.text import cells
 
 MOST_LISTED = 100_000  # actions; above it plan.json names the CSV instead of listing the program
 CSV_NAME = "program.csv"

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from engine.errors import ExhaustedError, Interrupted, said
 from engine.pipeline.seeds import loading, seed_for
 from engine.targets import build
-from engine.training.batches import Batches
+from engine.training.samples.batches import Batches
 
 LOADER_KEYS = ("workers", "pin_memory", "shuffle", "drop_last", "evaluation")
 

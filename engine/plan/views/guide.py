@@ -1,6 +1,6 @@
 """docs/schedules.md: every schedule described from its own code, drawn and measured.
 
-    python -m engine.plan.guide > docs/schedules.md
+    python -m engine.plan.views.guide > docs/schedules.md
 
 What a schedule is and where it comes from is the docstring of its file; grids and figures are computed.
 """
@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from engine.plan.choose import Choice, measured
 from engine.plan.features import features
-from engine.plan.grid import grid
 from engine.plan.schedules import SCHEDULES, build, offered_schedules
 from engine.plan.simulate import Costs, simulate
+from engine.plan.views.grid import grid
 
 RANKS, MICROBATCHES = 4, 8
 ANY = "any ranks, any micro-batches"
@@ -79,7 +79,7 @@ ADVICE: dict[str, Advice] = {
 
 HEAD = f"""# Schedules
 
-Written by `python -m engine.plan.guide > docs/schedules.md`; a test compares it with the code.
+Written by `python -m engine.plan.views.guide > docs/schedules.md`; a test compares it with the code.
 
 Every grid is a simulation with P={RANKS} ranks and M={MICROBATCHES} micro-batches in which F, I and W take one unit
 each (a full backward B two, shown as `B0 -`); with v chunks per rank a stage takes 1/v of it. A column is one action

@@ -19,10 +19,10 @@ from engine.plan.timeline import Kind
 from engine.ranks import Rank
 from engine.telemetry.position import Place, locate
 from engine.telemetry.trace import Tracer
-from engine.training.batches import Batches
 from engine.training.build import DTYPES
 from engine.training.delay import SlowDataset
-from engine.training.source import dataset, loader, pair
+from engine.training.samples.batches import Batches
+from engine.training.samples.source import dataset, loader, pair
 
 
 class BatchStream:

@@ -1,0 +1,1 @@
+"""What of a program is shown: grid, text, figures, and which schedule to take."""

@@ -1,0 +1,1 @@
+"""How replicas train together: which reduction, a divided optimizer, asynchronous updates."""

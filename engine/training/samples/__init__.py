@@ -1,0 +1,1 @@
+"""From the data set to what a step is fed: batches, their order, a replica's share."""
