@@ -188,7 +188,7 @@ def test_the_rule_itself(module: str, source: str, good: bool) -> None:
 def test_relative_imports_of_a_package_start_at_itself() -> None:
     assert list(imports("from . import gpipe\nfrom ..text import x", "engine.plan.schedules", True)) == [
         "engine.plan.schedules.gpipe",
-        "engine.plan.views.text.x",
+        "engine.plan.text.x",
     ]
 
 
