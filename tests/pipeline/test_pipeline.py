@@ -29,10 +29,12 @@ Batch = tuple[Tensor, Tensor]
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Any:
+    """And no world is left to other tests, where one was alone in this process."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+    engine.shutdown()
 
 
 def model(layers: int = 8, width: int = 6, frozen: bool = False) -> nn.Sequential:
