@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drawings import image_of
 from harness import ADAM, Ran, close, equal, plain, run_threads, settings
 from hypothesis import assume, given
 from hypothesis import settings as examples
@@ -29,7 +30,7 @@ from engine.plan.timeline import COMPUTE_KINDS, Kind, Span, Timeline
 from engine.plan.verify import InvalidProgram, peak_in_flight, verify
 from engine.plan.views.grid import grid
 from engine.report.perfetto import trace_events
-from engine.report.pictures.timeline import Panel, draw
+from engine.report.pictures.timeline import Panel
 from engine.settings import Settings
 from engine.telemetry.position import Place, place_of
 
@@ -279,7 +280,7 @@ def test_picture_frames_a_pair() -> None:
     ink, sky, orange = (30, 30, 30), (86, 180, 233), (230, 159, 0)
 
     def column(spans: Sequence[Span], at: float) -> list[tuple[int, ...]]:
-        pixels = np.asarray(draw([Panel("", paired(spans), 1e-9, 1)]))[50:80]
+        pixels = np.asarray(image_of([Panel("", paired(spans), 1e-9, 1)]))[50:80]
         return [tuple(p) for p in pixels[:, 136 + round(1248 * at)].tolist()]
 
     turn, together = column(PAIR, 19.2 / 40), column(TOGETHER, 7.2 / 40)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from io import BytesIO
 from itertools import pairwise
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import recorded
+from drawings import image_of
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 from PIL import Image
@@ -23,10 +22,6 @@ from engine.report.pictures import palette
 from engine.report.pictures.timeline import SMALL, WIDE, Panel, draw, ticks
 
 SKY, ORANGE, PURPLE, BLANK = (86, 180, 233), (230, 159, 0), (204, 121, 167), (246, 246, 246)
-
-
-def image_of(panels: Sequence[Panel], width: int = WIDE) -> Image.Image:
-    return Image.open(BytesIO(draw(panels, width).png)).convert("RGB")
 
 
 def colours(image: Image.Image) -> dict[tuple[int, int, int], int]:
