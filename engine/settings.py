@@ -47,7 +47,7 @@ def key(default: T, meaning: str, **limits: Any) -> T:
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineSettings:
     """Section `pipeline`: the size of one pipeline."""
 
     ranks: int = key(2, "P: the ranks of a pipeline, each with one slice of the model", at_least=1)
@@ -55,7 +55,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
-class DataParallel:
+class DataParallelSettings:
     """Section `data_parallel`: copies of the whole pipeline."""
 
     replicas: int = key(1, "R: copies of the whole pipeline; P x R workers are started", at_least=1)
@@ -78,7 +78,7 @@ class DataParallel:
 
 
 @dataclass(frozen=True)
-class AllReduce:
+class AllReduceSettings:
     """Section `allreduce`: how replicas sum their gradients."""
 
     name: str = key("ring", "the algorithm, set by the choice of the group", choices=ALLREDUCES)
@@ -210,9 +210,9 @@ class Settings:
     lr_scheduler: dict[str, Any] | None = field(
         default=None, metadata=about("a class of torch's, or yours; it counts optimizer steps")
     )
-    allreduce: AllReduce = field(default_factory=AllReduce)
-    pipeline: Pipeline = field(default_factory=Pipeline)
-    data_parallel: DataParallel = field(default_factory=DataParallel)
+    allreduce: AllReduceSettings = field(default_factory=AllReduceSettings)
+    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
+    data_parallel: DataParallelSettings = field(default_factory=DataParallelSettings)
     train: Train = field(default_factory=Train)
     eval: Eval = field(default_factory=Eval)
     trace: Trace = field(default_factory=Trace)

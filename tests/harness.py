@@ -17,7 +17,7 @@ from engine.pipeline.dtypes import cast, in_precision
 from engine.pipeline.losses import make_loss
 from engine.pipeline.seeds import building, seed_for
 from engine.prepare.prepare import prepare
-from engine.settings import DataParallel, Eval, Pipeline, Settings, Train
+from engine.settings import DataParallelSettings, Eval, PipelineSettings, Settings, Train
 from engine.telemetry.records import Record, decode
 from engine.training.build import DTYPES, build_optimizer, model_layers
 from engine.training.samples.batches import Batches
@@ -45,8 +45,8 @@ def settings(
         partition={"name": "uniform"},
         data={"_target_": "toys.Tokens"},
         optimizer=SGD,
-        pipeline=Pipeline(ranks, microbatches),
-        data_parallel=DataParallel(replicas),
+        pipeline=PipelineSettings(ranks, microbatches),
+        data_parallel=DataParallelSettings(replicas),
         train=Train(steps=3, global_batch_size=16),
         eval=Eval(every=0),
     )

@@ -20,7 +20,7 @@ from engine.pipeline.communicators import Communicators
 from engine.plan.actions import Action, Op, Placement
 from engine.plan.lowering import lower
 from engine.plan.schedules import build
-from engine.settings import DataParallel, Pipeline, Settings
+from engine.settings import DataParallelSettings, PipelineSettings, Settings
 from engine.telemetry import position
 from engine.telemetry.records import encode
 from engine.training.connect import connect, store_in
@@ -32,7 +32,9 @@ Post = Callable[[bytes], None]
 
 def job_of(ranks: int = 3, replicas: int = 1, **settings: Any) -> Job:
     program = build("gpipe", ranks, 4)
-    asked = Settings(pipeline=Pipeline(ranks, 4), data_parallel=DataParallel(replicas), timeout_s=5.0, **settings)
+    asked = Settings(
+        pipeline=PipelineSettings(ranks, 4), data_parallel=DataParallelSettings(replicas), timeout_s=5.0, **settings
+    )
     lowered = lower(program, reduce=False, step=True)
     return Job(asked, Placement.linear(ranks), (), tuple(range(ranks)), 32, 0, program, {4: lowered}, {}, {})
 

@@ -17,7 +17,7 @@ from engine.plan.schedules import build
 from engine.plan.simulate import Costs, simulate
 from engine.plan.timeline import Kind, Span, Timeline
 from engine.report.recorder import Recorder
-from engine.settings import DataParallel, Pipeline, Settings, Train
+from engine.settings import DataParallelSettings, PipelineSettings, Settings, Train
 from engine.telemetry.records import Record, decode, encode
 
 MS = 1_000_000
@@ -33,8 +33,8 @@ def job(
         model={"_target_": "models.mlp", "loss": {}},
         data={"_target_": "models.data.digits"},
         optimizer={"_target_": "torch.optim.SGD", "lr": 0.1},
-        pipeline=Pipeline(ranks, microbatches),
-        data_parallel=DataParallel(replicas),
+        pipeline=PipelineSettings(ranks, microbatches),
+        data_parallel=DataParallelSettings(replicas),
         train=train or Train(steps=5, global_batch_size=64),
     )
     layers = tuple(Layer(f"block{i}", 10 * (i + 1), 1, False) for i in range(program.stages))

@@ -86,14 +86,14 @@ class Memory(TypedDict):
 
 
 @with_config(_STRICT)
-class AllReduce(TypedDict, total=False):
+class AllReduceEntry(TypedDict, total=False):
     """`allreduce` of summary.json, as far as it is read."""
 
     bytes_sent_per_rank: Size | None
 
 
 @with_config(_STRICT)
-class DataParallel(TypedDict, total=False):
+class DataParallelEntry(TypedDict, total=False):
     """`data_parallel` of summary.json, as far as it is read."""
 
     mode: Word | None
@@ -118,8 +118,8 @@ class Summary(TypedDict, total=False):
     memory: Memory | None
     peak_in_flight: list[Count] | None
     bytes_sent_per_device: list[Size] | None
-    allreduce: AllReduce | None
-    data_parallel: DataParallel | None
+    allreduce: AllReduceEntry | None
+    data_parallel: DataParallelEntry | None
     asynchronous: dict[str, Any] | None
 
 
@@ -128,7 +128,7 @@ class RunSummary(TypedDict):
     """What the summary of a run that was not refused, and is no plan, has in any case."""
 
     step_time: StepTime
-    data_parallel: DataParallel | None
+    data_parallel: DataParallelEntry | None
     asynchronous: dict[str, Any] | None
 
 

@@ -17,7 +17,7 @@ from engine.plan.actions import Op, unpack
 from engine.plan.schedules import build
 from engine.plan.timeline import COMPUTE_KINDS, Kind, Span, Timeline
 from engine.plan.verify import verify
-from engine.settings import AllReduce, Train
+from engine.settings import AllReduceSettings, Train
 
 RANKS = 3
 
@@ -376,7 +376,7 @@ def with_span(of: recorded.Job, kind: Kind, lasts: int) -> Bubbles:
 )
 def test_other_causes_are_named(kind: Kind, words: str) -> None:
     of = recorded.job("gpipe", 1, 4)
-    assert of.settings.allreduce == AllReduce()
+    assert of.settings.allreduce == AllReduceSettings()
     assert words in diagnose(of, with_span(of, kind, 24 * MS))
 
 

@@ -15,13 +15,13 @@ from engine.account.records.gather import AHEAD, Steps
 from engine.account.records.pushes import Pushed, Staleness, pace_rows, staleness_rows, together
 from engine.job import Job
 from engine.plan.timeline import Kind, Span, Timeline
-from engine.settings import DataParallel
+from engine.settings import DataParallelSettings
 from engine.telemetry.records import Record
 
 
 def asynchronous(ranks: int = 2, replicas: int = 2, max_staleness: int | None = None) -> Job:
     of = recorded.job("gpipe", ranks, 4, replicas)
-    chosen = DataParallel(replicas, "async", max_staleness)
+    chosen = DataParallelSettings(replicas, "async", max_staleness)
     return replace(of, settings=replace(of.settings, data_parallel=chosen))
 
 

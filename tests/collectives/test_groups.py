@@ -16,7 +16,7 @@ from workers import RUNS, Run
 from engine.job import Job
 from engine.pipeline.communicators import Communicators
 from engine.prepare.prepare import prepare
-from engine.settings import AllReduce
+from engine.settings import AllReduceSettings
 from engine.training.connections import connections
 from engine.transport import Edge, Transport
 
@@ -67,7 +67,7 @@ def started(job: Job, seed: int) -> Callable[[Transport], tuple[Late, list[float
 )
 @pytest.mark.slow(keep=2)
 def test_a_run_always_starts(ranks: int, replicas: int, allreduce: str, run: Run) -> None:
-    job = prepare(settings("1f1b", ranks, 4, replicas, allreduce=AllReduce(allreduce)), ".", ".")
+    job = prepare(settings("1f1b", ranks, 4, replicas, allreduce=AllReduceSettings(allreduce)), ".", ".")
     for seed in range(STARTS):
         found = run(job.world, started(job, seed))
         for rank, (late, sums) in enumerate(found):

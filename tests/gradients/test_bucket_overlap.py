@@ -17,10 +17,10 @@ from torch import nn
 
 from engine.gradients.grad_hooks import GradHooks
 from engine.gradients.order import Order
-from engine.settings import AllReduce
+from engine.settings import AllReduceSettings
 from engine.training.worker import Worker
 
-SMALL = AllReduce(bucket_bytes=1)  # every gradient is a bucket of its own
+SMALL = AllReduceSettings(bucket_bytes=1)  # every gradient is a bucket of its own
 MLP = {"_target_": "toys.mlp", "loss": {"_target_": "toys.TokenLoss"}}
 
 
@@ -151,7 +151,7 @@ def test_what_only_an_early_microbatch_touched_starts_at_reduce() -> None:
 @pytest.mark.slow
 def test_training_is_that_of_one_process_whatever_the_buckets(schedule: str, bucket_bytes: int) -> None:
     options = {"chunks": 2} if schedule == "interleaved_1f1b" else {}
-    wanted = settings(schedule, 2, 4, replicas=2, model=MLP, allreduce=AllReduce(bucket_bytes=bucket_bytes))
+    wanted = settings(schedule, 2, 4, replicas=2, model=MLP, allreduce=AllReduceSettings(bucket_bytes=bucket_bytes))
     wanted = replace(wanted, schedule={"name": schedule, **options})
     state = run_threads(wanted).state()
     expected, _ = plain(wanted, microbatched=True)

@@ -17,7 +17,7 @@ from engine.gradients.division import DIVISIONS
 from engine.plan.actions import Action, Op
 from engine.plan.timeline import Kind
 from engine.prepare.prepare import prepare
-from engine.settings import AllReduce, Eval, Settings
+from engine.settings import AllReduceSettings, Eval, Settings
 
 MLP = {"_target_": "toys.mlp", "loss": {"_target_": "toys.TokenLoss"}}
 
@@ -44,7 +44,7 @@ def same(sharded: Ran, whole: Ran, bitwise: bool) -> None:
     [
         ("gpipe", 2, {}),
         ("1f1b", 3, {}),
-        ("1f1b", 2, {"allreduce": AllReduce(bucket_bytes=1)}),
+        ("1f1b", 2, {"allreduce": AllReduceSettings(bucket_bytes=1)}),
         ("1f1b", 2, {"clip_norm": 0.01}),
         ("zb_h1", 2, {"accumulate": 2}),
         ("zb_v", 2, {}),
@@ -72,7 +72,7 @@ def test_the_numbers_are_those_without_shards(
 def test_pieces_are_clipped_by_the_norm_of_the_whole(schedule: str, replicas: int, power: float | None) -> None:
     """Small buckets cut parameters apart; two copies of a stage share its optimizer."""
     wanted = settings(schedule, 2, 4, replicas=replicas, model=MLP, clip_norm=0.01, clip_norm_type=power)
-    same(*both(replace(wanted, allreduce=AllReduce(bucket_bytes=64))), bitwise=False)
+    same(*both(replace(wanted, allreduce=AllReduceSettings(bucket_bytes=64))), bitwise=False)
 
 
 @pytest.mark.parametrize("name", ["parameter_server", "sharded_parameter_server"])
@@ -80,7 +80,7 @@ def test_pieces_are_clipped_by_the_norm_of_the_whole(schedule: str, replicas: in
 @pytest.mark.slow
 def test_servers_train_as_an_all_reduce_does(schedule: str, replicas: int, name: str) -> None:
     wanted = settings(schedule, 2, 4, replicas=replicas, model=MLP, optimizer=ADAM, eval=Eval(every=2))
-    served = run_threads(replace(wanted, allreduce=AllReduce(name, bucket_bytes=2000)))
+    served = run_threads(replace(wanted, allreduce=AllReduceSettings(name, bucket_bytes=2000)))
     same(served, run_threads(wanted), bitwise=replicas == 2)
 
 
@@ -89,7 +89,7 @@ def test_servers_train_as_an_all_reduce_does(schedule: str, replicas: int, name:
 def test_the_program_lists_what_is_gathered_and_the_trace_shows_it(allreduce: str, tmp_path: Path) -> None:
     """A GATHER of every stage behind each STEP, in the step of a replica without samples too; it is awaited, and so
     recorded, in the step after."""
-    wanted = settings("zb_v", 2, 4, replicas=2, steps=3, model=MLP, allreduce=AllReduce(allreduce))
+    wanted = settings("zb_v", 2, 4, replicas=2, steps=3, model=MLP, allreduce=AllReduceSettings(allreduce))
     ran = run_threads(replace(wanted, shard_optimizer=allreduce == "ring"))
     for program in ran.job.steps.values():
         for rank, row in enumerate(program.rows):
@@ -106,7 +106,7 @@ def test_the_program_lists_what_is_gathered_and_the_trace_shows_it(allreduce: st
 
 
 def test_without_division_nothing_is_gathered() -> None:
-    assert [name for name in ALLREDUCES if Settings(allreduce=AllReduce(name)).divided] == [*DIVISIONS]
+    assert [name for name in ALLREDUCES if Settings(allreduce=AllReduceSettings(name)).divided] == [*DIVISIONS]
     ran = run_threads(settings("1f1b", 2, 4, replicas=2, steps=2, model=MLP))
     assert not any(Op.GATHER in {Action.unpack(c).op for c in row} for p in ran.job.steps.values() for row in p.rows)
     assert not any({Kind.GATHER, Kind.WAIT_GATHER} & set(r.arrays["spans"][:, 0].tolist()) for r in ran.of("step"))
@@ -117,14 +117,16 @@ def test_a_server_updates_whole_parameters() -> None:
     """So any optimizer will do; one that looks at rows and columns, say."""
     adafactor = {"_target_": "torch.optim.Adafactor", "lr": 0.1}
     wanted = settings("1f1b", 2, 4, replicas=2, model=MLP, optimizer=adafactor)
-    same(run_threads(replace(wanted, allreduce=AllReduce("parameter_server"))), run_threads(wanted), bitwise=True)
+    same(
+        run_threads(replace(wanted, allreduce=AllReduceSettings("parameter_server"))), run_threads(wanted), bitwise=True
+    )
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_a_server_has_all_of_the_state_and_most_of_the_traffic(replicas: int) -> None:
     """A worker sends its gradients, the server the parameters to each worker: n and (N-1) n per step."""
     wanted = settings("1f1b", 1, 2, replicas=replicas, steps=2, model=MLP, optimizer=ADAM)
-    ran = run_threads(replace(wanted, allreduce=AllReduce("parameter_server")))
+    ran = run_threads(replace(wanted, allreduce=AllReduceSettings("parameter_server")))
     optimizers = [ran.workers[rank].update.optimizer for rank in range(replicas)]
     assert optimizers[0] is not None and len(optimizers[0].state) == 32 and optimizers[1:] == [None] * (replicas - 1)
     sent = [r.meta["reduce_bytes_sent"] for rank in range(replicas) for r in ran.of("step")
@@ -181,7 +183,7 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     with pytest.raises(ValueError, match=r"schedule=pipedream_2bw keeps several versions"):
         prepare(settings("pipedream_2bw", 2, 4, replicas=2, shard_optimizer=True), ".", ".")
     with pytest.raises(ValueError, match=r"allreduce=parameter_server contradict each other"):
-        server = AllReduce("parameter_server")
+        server = AllReduceSettings("parameter_server")
         prepare(settings("1f1b", 2, 4, replicas=2, allreduce=server, shard_optimizer=True), ".", ".")
     adafactor = {"_target_": "torch.optim.Adafactor"}
     with pytest.raises(ValueError, match=r"shard_optimizer=true cannot divide torch.optim.Adafactor.*Adam, "):

@@ -19,7 +19,7 @@ from engine.account.records.gather import Evaluations, Step, Steps
 from engine.plan.schedules import build
 from engine.plan.timeline import Kind
 from engine.plan.verify import peak_in_flight
-from engine.settings import AllReduce, Eval, Settings
+from engine.settings import AllReduceSettings, Eval, Settings
 from engine.training.worker import Worker
 
 engine = command.engine  # a fixture
@@ -78,7 +78,13 @@ def test_equals_one_process_and_copies_stay_equal(
 ) -> None:
     """Clipping, ignored targets, uneven and short batches; all copies of a stage are bitwise equal after each step."""
     given = wanted(
-        schedule, ranks, microbatches, replicas, optimizer=optimizer, clip_norm=0.05, allreduce=AllReduce(allreduce)
+        schedule,
+        ranks,
+        microbatches,
+        replicas,
+        optimizer=optimizer,
+        clip_norm=0.05,
+        allreduce=AllReduceSettings(allreduce),
     )
     expected, losses = plain(as_gpipe(given), microbatched=True)
     ran, weights = watched(given)

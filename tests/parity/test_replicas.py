@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.collectives import COLLECTIVES
 from engine.prepare.prepare import prepare
-from engine.settings import AllReduce, Settings
+from engine.settings import AllReduceSettings, Settings
 from engine.training.replicas.reduction import collective_of, grouped
 
 Expected = tuple[int, tuple[dict[str, Tensor], list[float]]]  # replicas, state and losses of one plain process
@@ -33,7 +33,7 @@ def expected(request: pytest.FixtureRequest) -> Expected:
 @pytest.mark.slow(keep=3)
 def test_training_equals_one_process_with_each_all_reduce(name: str, expected: Expected) -> None:
     replicas, (state, losses) = expected
-    ran = run_threads(replace(base(replicas), allreduce=AllReduce(name, bucket_bytes=300)))
+    ran = run_threads(replace(base(replicas), allreduce=AllReduceSettings(name, bucket_bytes=300)))
     close(ran.state(), state)
     assert ran.losses() == pytest.approx(losses, rel=1e-9)
     for other in range(1, replicas):
@@ -45,7 +45,9 @@ def test_empty_tensors_are_sent_and_reduced_as_such(sharded: bool) -> None:
     """C059: parts of a boundary without elements, and a parameter of shape (0,)."""
     model = {"_target_": "toys.odd_boundary", "how": "hollow", "loss": {"_target_": "toys.TokenLoss"}}
     partition = {"name": "manual", "split": ["begins"]}
-    wanted = settings("1f1b", 2, 2, 2, model=model, partition=partition, steps=2, allreduce=AllReduce(bucket_bytes=1))
+    wanted = settings(
+        "1f1b", 2, 2, 2, model=model, partition=partition, steps=2, allreduce=AllReduceSettings(bucket_bytes=1)
+    )
     ran = run_threads(replace(wanted, shard_optimizer=sharded))
     close(ran.state(), plain(wanted, microbatched=True)[0])
     assert ran.state()["ends.nothing"].shape == (0,)
@@ -65,10 +67,10 @@ def test_sparse_gradients_are_refused_before_anything_starts(mode: str, replicas
 
 def test_hierarchical_groups_are_configurable() -> None:
     state, _ = plain(base(4), microbatched=True)
-    ran = run_threads(replace(base(4), allreduce=AllReduce("hierarchical", 300, group_size=2)))
+    ran = run_threads(replace(base(4), allreduce=AllReduceSettings("hierarchical", 300, group_size=2)))
     close(ran.state(), state)
     assert equal(ran.state(0), ran.state(3))
-    wanted = replace(base(4), allreduce=AllReduce("hierarchical", 300, group_size=3))
+    wanted = replace(base(4), allreduce=AllReduceSettings("hierarchical", 300, group_size=3))
     with pytest.raises(
         ValueError, match=r"groups of 3 replicas, but there are 4.*allreduce\.group_size that divides 4"
     ):
@@ -78,7 +80,7 @@ def test_hierarchical_groups_are_configurable() -> None:
 @pytest.mark.parametrize("group_size", [1, 2])
 def test_hierarchical_counts_both_copies_of_a_stage_into_a_host(group_size: int) -> None:
     """dualpipe keeps each stage twice: groups of replicas are twice as many members."""
-    wanted = settings("dualpipe", 2, 4, 2, allreduce=AllReduce("hierarchical", 300, group_size), steps=2)
+    wanted = settings("dualpipe", 2, 4, 2, allreduce=AllReduceSettings("hierarchical", 300, group_size), steps=2)
     ran = run_threads(wanted)
     close(ran.state(), plain(wanted, microbatched=True)[0])
     (sizes,) = {
@@ -97,15 +99,15 @@ def test_hosts_are_what_the_launcher_says(
     for key, value in {"RANK": 0, "WORLD_SIZE": ranks * replicas, "MASTER_ADDR": "x", "MASTER_PORT": 1,
                        "LOCAL_WORLD_SIZE": per_host}.items():  # fmt: skip
         monkeypatch.setenv(key, str(value))
-    wanted = settings(ranks=ranks, replicas=replicas, allreduce=AllReduce("hierarchical"))
+    wanted = settings(ranks=ranks, replicas=replicas, allreduce=AllReduceSettings("hierarchical"))
     assert grouped(wanted).allreduce.group_size == size
     kind = collective_of(grouped(wanted), range(2 * replicas))  # two copies of a stage per replica
     assert kind.group_size == 2 * size
 
 
 def test_without_a_launcher_all_replicas_are_on_one_host() -> None:
-    assert grouped(settings(replicas=4, allreduce=AllReduce("hierarchical"))).allreduce.group_size == 4
-    assert grouped(settings(replicas=4)).allreduce == AllReduce()
+    assert grouped(settings(replicas=4, allreduce=AllReduceSettings("hierarchical"))).allreduce.group_size == 4
+    assert grouped(settings(replicas=4)).allreduce == AllReduceSettings()
 
 
 @pytest.mark.process

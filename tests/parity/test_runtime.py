@@ -16,7 +16,7 @@ import pytest
 import torch
 from harness import ADAM, Ran, close, equal, plain, run_threads, settings
 
-from engine.settings import AllReduce, Eval
+from engine.settings import AllReduceSettings, Eval
 from engine.telemetry.position import Place, locate, place_of
 from engine.telemetry.records import decode
 from engine.training.samples.source import ItemError
@@ -260,7 +260,7 @@ def test_timing_moves_no_bit(schedule: str, allreduce: str) -> None:
                 layer.module.register_forward_hook(lambda *_: time.sleep(delays.random() * 4e-3))
 
     model = {"_target_": "toys.mlp4", "p": 0.3, "loss": {"_target_": "toys.TokenLoss"}}
-    wanted = settings(schedule, 2, 4, 2, model=model, clip_norm=0.05, steps=6, allreduce=AllReduce(allreduce))
+    wanted = settings(schedule, 2, 4, 2, model=model, clip_norm=0.05, steps=6, allreduce=AllReduceSettings(allreduce))
     one, other = run_threads(wanted), run_threads(wanted, hold_up)
     assert one.losses() == other.losses()
     for replica in (0, 1):

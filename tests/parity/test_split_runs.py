@@ -18,7 +18,7 @@ from program_strategies import executed
 from engine.plan.actions import COMPUTE, Action, Op, Placement, Program
 from engine.plan.schedules import SCHEDULES, ScheduleInfo, build
 from engine.plan.verify import peak_in_flight
-from engine.settings import AllReduce, Settings
+from engine.settings import AllReduceSettings, Settings
 
 MLP = {"_target_": "toys.mlp", "loss": {"_target_": "toys.TokenLoss"}}
 
@@ -147,7 +147,7 @@ def test_replicas_of_ranks_with_several_stages(allreduce: str) -> None:
             model=MLP,
             steps=4,
             global_batch_size=21,
-            allreduce=AllReduce(name=allreduce),
+            allreduce=AllReduceSettings(name=allreduce),
             data={"_target_": "toys.Tokens", "samples": samples},
         )
         expected, losses = plain(wanted, microbatched=True)

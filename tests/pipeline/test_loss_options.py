@@ -15,7 +15,7 @@ from toys import Tokens, mlp4
 
 from engine.cli.config import from_plain
 from engine.prepare.prepare import prepare
-from engine.settings import DataParallel, Pipeline
+from engine.settings import DataParallelSettings, PipelineSettings
 
 WEIGHT = [0.5, 2.0, 1.0, 0.25, 4.0]
 
@@ -68,7 +68,10 @@ def test_weights_in_a_list_are_torchs_own_over_the_whole_batch(
         run = wanted(loss | {"_target_": target, "label_smoothing": 0.1})
         data, mean = Tokens(), nn.CrossEntropyLoss(WEIGHTED, label_smoothing=0.1)
     run = replace(
-        run, schedule={"name": schedule}, pipeline=Pipeline(ranks, microbatches), data_parallel=DataParallel(replicas)
+        run,
+        schedule={"name": schedule},
+        pipeline=PipelineSettings(ranks, microbatches),
+        data_parallel=DataParallelSettings(replicas),
     )
     expected, losses = whole(run, data, mean)
     ran = run_threads(run)

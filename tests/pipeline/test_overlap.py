@@ -19,9 +19,9 @@ from engine.account.overlap import Overlap, overlap
 from engine.plan.actions import Program
 from engine.plan.timeline import Kind, Span, Timeline
 from engine.report.text import overlap_text
-from engine.settings import AllReduce
+from engine.settings import AllReduceSettings
 
-EVERY_GRADIENT = AllReduce(bucket_bytes=1)
+EVERY_GRADIENT = AllReduceSettings(bucket_bytes=1)
 MLP = {"_target_": "toys.mlp", "loss": {"_target_": "toys.TokenLoss"}}
 
 

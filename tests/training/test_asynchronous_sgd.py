@@ -23,7 +23,7 @@ from engine.gradients.servers.pushes import PushReducer
 from engine.pipeline.losses import make_loss
 from engine.pipeline.seeds import building, seed_for
 from engine.prepare.prepare import prepare
-from engine.settings import AllReduce, DataParallel, Delay, Eval, Settings
+from engine.settings import AllReduceSettings, DataParallelSettings, Delay, Eval, Settings
 from engine.training.build import DTYPES, build_optimizer, model_layers
 from engine.training.samples.batches import Batches
 from engine.training.samples.source import dataset
@@ -43,9 +43,9 @@ def asynchronous(
 ) -> Settings:
     """A run whose last replica is slower than the others."""
     given = {
-        "model": MLP, "steps": 5, "global_batch_size": 8 * replicas, "allreduce": AllReduce(server, bucket_bytes=2000),
+        "model": MLP, "steps": 5, "global_batch_size": 8 * replicas, "allreduce": AllReduceSettings(server, bucket_bytes=2000),
         "delay": Delay(ranks=[[ranks * (replicas - 1), 3]]),
-        "data_parallel": DataParallel(replicas, "async", max_staleness),
+        "data_parallel": DataParallelSettings(replicas, "async", max_staleness),
     }  # fmt: skip
     return settings(schedule, ranks, 2, replicas, **given | changes)
 
@@ -225,7 +225,7 @@ def test_without_staleness_plain_sgd_at_one_rth_of_the_rate_is_synchronous(
     same_everywhere(ran)
     for push in pushes(ran):
         assert push["read"] == replicas * push["step"] and push["applied"] // replicas == push["step"]
-    sync = replace(wanted, optimizer=PLAIN, data_parallel=DataParallel(replicas), allreduce=AllReduce())
+    sync = replace(wanted, optimizer=PLAIN, data_parallel=DataParallelSettings(replicas), allreduce=AllReduceSettings())
     expected = run_threads(sync)
     for name, value in expected.state().items():
         torch.testing.assert_close(ran.state()[name], value, rtol=1e-9, atol=1e-12)
@@ -389,9 +389,15 @@ def test_an_error_in_an_update_ends_the_run(server: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"data_parallel": DataParallel(2, "sync", 3)}, r"max_staleness=3 .* data_parallel\.mode=sync"),
-        ({"data_parallel": DataParallel(1, "async")}, r"mode=async with data_parallel\.replicas=1.*2 replicas or more"),
-        ({"allreduce": AllReduce("ring")}, r"allreduce=ring sums .*parameter_server or allreduce=sharded_parameter_s"),
+        ({"data_parallel": DataParallelSettings(2, "sync", 3)}, r"max_staleness=3 .* data_parallel\.mode=sync"),
+        (
+            {"data_parallel": DataParallelSettings(1, "async")},
+            r"mode=async with data_parallel\.replicas=1.*2 replicas or more",
+        ),
+        (
+            {"allreduce": AllReduceSettings("ring")},
+            r"allreduce=ring sums .*parameter_server or allreduce=sharded_parameter_s",
+        ),
         ({"shard_optimizer": True}, r"shard_optimizer=true sums them"),
         ({"device": "cuda"}, r"between CPUs only.*set device=cpu"),
     ],

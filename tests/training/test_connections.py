@@ -17,7 +17,7 @@ from engine.cli import run
 from engine.launch import supervise
 from engine.pipeline.communicators import Communicators
 from engine.prepare.prepare import prepare
-from engine.settings import AllReduce
+from engine.settings import AllReduceSettings
 from engine.training import connections as module
 from engine.training.connections import OWN, check_open_files, connections, files_needed
 from engine.transport import Transport
@@ -29,7 +29,7 @@ CASES: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "a pipeline": ("1f1b", 3, 1, {}),
     "wrapped around": ("interleaved_1f1b", 3, 1, {}),
     "rings": ("1f1b", 2, 3, {}),
-    "the backend's sums": ("1f1b", 2, 3, {"allreduce": AllReduce("native")}),
+    "the backend's sums": ("1f1b", 2, 3, {"allreduce": AllReduceSettings("native")}),
     "any two": ("gpipe", 1, 4, {"shard_optimizer": True}),
 }
 

@@ -18,7 +18,7 @@ from workers import RUNS, Run
 
 from engine.cli import run
 from engine.prepare.prepare import prepare
-from engine.settings import AllReduce, Delay
+from engine.settings import AllReduceSettings, Delay
 from engine.training.connections import connections
 from engine.training.delay import SlowDataset, check_delay, slowed
 from engine.transport import Edge, Transport
@@ -134,7 +134,7 @@ WIRED: dict[str, tuple[dict[str, Any], set[tuple[int, int]]]] = {
         },
     ),
     "the backend's reduction": (
-        {"schedule": "1f1b", "replicas": 2, "allreduce": AllReduce("native")},
+        {"schedule": "1f1b", "replicas": 2, "allreduce": AllReduceSettings("native")},
         {(0, 1), (1, 2), (2, 1), (1, 0), (3, 4), (4, 5), (5, 4), (4, 3)},
     ),
     "one direction of a ring": ({"schedule": "gpipe", "ranks": 1, "replicas": 3}, {(0, 1), (1, 2), (2, 0)}),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine.job import Job
 from engine.prepare.prepare import prepare
 from engine.report.progress import _steps
-from engine.settings import AllReduce, Eval, Settings
+from engine.settings import AllReduceSettings, Eval, Settings
 from engine.training.samples.batches import Batches
 
 engine, trained = command.engine, command.trained  # fixtures
@@ -171,7 +171,7 @@ def test_evaluation_borrows_buffers_of_every_dtype(name: str, ranks: int) -> Non
         "gpipe", ranks, 2, 2,
         model={"_target_": "test_last_batches.with_buffers", "loss": {"_target_": "toys.TokenLoss"}},
         data={"_target_": "toys.Tokens", "evaluation": {"samples": 16}},
-        allreduce=AllReduce(name), eval=Eval(every=None), steps=1,
+        allreduce=AllReduceSettings(name), eval=Eval(every=None), steps=1,
     )  # fmt: skip
     ran = run_threads(asked, watch)
     assert len(ran.of("evaluation")) == 2

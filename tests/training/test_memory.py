@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from harness import ADAM, SGD, Ran, run_threads, settings
 
-from engine.settings import AllReduce
+from engine.settings import AllReduceSettings
 
 PER_LAYER = (32 * 32 + 32) * 8  # a linear map of the model below, in float64
 MODEL = {"_target_": "toys.mlp", "layers": 4, "width": 32, "loss": {"_target_": "toys.TokenLoss"}}
@@ -55,7 +55,7 @@ def test_a_divided_optimizer_is_kept_in_parts() -> None:
     size = parameter_bytes(whole, 0)
     assert all(meta["gradients"] == size and meta["parameters"] == meta["buckets"] for meta in parts)
     assert sum(meta["optimizer_state"] for meta in parts) == pytest.approx(size, rel=0.05)
-    server = told(run_threads(replace(wanted, allreduce=AllReduce("parameter_server"))))
+    server = told(run_threads(replace(wanted, allreduce=AllReduceSettings("parameter_server"))))
     assert server[0]["optimizer_state"] == pytest.approx(size, rel=0.05) and server[1]["optimizer_state"] == 0
 
 

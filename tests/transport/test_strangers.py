@@ -28,7 +28,7 @@ from engine.launch.failure_report import FailureReport
 from engine.launch.launch import in_processes
 from engine.launch.supervise import warm_up
 from engine.prepare.prepare import prepare
-from engine.settings import AllReduce
+from engine.settings import AllReduceSettings
 from engine.telemetry import position
 from engine.telemetry.records import Record, encode
 from engine.training.connect import store_in
@@ -174,7 +174,7 @@ def test_a_member_of_a_sum_lets_no_other_user_in() -> None:
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("given", "listens"),
-    [({}, False), ({"transport": "gloo"}, True), ({"allreduce": AllReduce("native")}, True)],
+    [({}, False), ({"transport": "gloo"}, True), ({"allreduce": AllReduceSettings("native")}, True)],
     ids=["default", "gloo", "native"],
 )
 def test_no_rank_of_a_default_run_listens_on_a_port(given: dict[str, Any], listens: bool) -> None:
