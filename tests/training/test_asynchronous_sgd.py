@@ -43,7 +43,8 @@ def asynchronous(
 ) -> Settings:
     """A run whose last replica is slower than the others."""
     given = {
-        "model": MLP, "steps": 5, "global_batch_size": 8 * replicas, "allreduce": AllReduceSettings(server, bucket_bytes=2000),
+        "model": MLP, "steps": 5, "global_batch_size": 8 * replicas,
+        "allreduce": AllReduceSettings(server, bucket_bytes=2000),
         "delay": Delay(ranks=[[ranks * (replicas - 1), 3]]),
         "data_parallel": DataParallelSettings(replicas, "async", max_staleness),
     }  # fmt: skip
