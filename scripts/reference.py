@@ -96,6 +96,9 @@ FILES: dict[str, list[File]] = {
         File("events.out.tfevents.*", "started", "exactly one event file for TensorBoard: [tags](tags.md)"),
         File("report.txt", "a step was traced", "the report, with tables of stages, memory and traffic"),
         File("timeline.png", "a step was traced", "predicted above measured, the last traced step"),
+        File("timeline.svg", "a step was traced", "the same as lines and letters, for any size"),
+        File("waterfall.png", "a step was traced", "the bars of the last traced step"),
+        File("waterfall.svg", "a step was traced", "the same as lines and letters"),
         File("trace.json", "a step was traced", "the same step for Perfetto: a process per rank, arrows per message"),
         File(
             "costs.json", "a step was traced", "what computations, messages and layers took and kept, for predictions"
