@@ -128,3 +128,10 @@ def read(folder: Path) -> EventAccumulator:
     found = EventAccumulator(str(folder), size_guidance={"images": 0, "histograms": 0})
     found.Reload()
     return found
+
+
+def tags_of(folder: Path) -> set[str]:
+    """Every tag in the event file of a run's folder."""
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    return {tag for kind in ("scalars", "histograms", "images", "tensors") for tag in found.Tags()[kind]}

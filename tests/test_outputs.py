@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-from types import ModuleType
-
 import pytest
 from command import ROOT
+from scripted import script
 
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("outputs", ROOT / "scripts" / "outputs.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-shown = _load()
+shown = script("outputs")
 ALL = [(page, output) for page in shown.pages() for output in shown.outputs(page)]
 PLANS = [
     pytest.param(

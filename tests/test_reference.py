@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from command import ROOT, Engine, engine  # noqa: F401
+from scripted import script
+from tensorboards import tags_of
 
-
-def _load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "scripts" / "reference.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-reference = _load()
+reference = script("reference")
 ROWS = [row for rows in reference.TAGS.values() for row in rows]
 TINY = [
     "model=mlp", "model.features=3072", "model.hidden=8", "data.size=32", "launch=threads", "train.steps=3",
@@ -39,15 +30,6 @@ def test_pages_are_what_the_code_writes(name: str) -> None:
 
 def pattern(tag: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\\\{[rs]\\\}", r"\\d+", re.sub(r"\\\{(name|bar|kind)\\\}", r"\\w+", re.escape(tag))))
-
-
-def tags_of(folder: Path) -> set[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    found = EventAccumulator(str(folder))
-    found.Reload()
-    return {tag for kind in ("scalars", "histograms", "images", "tensors") for tag in found.Tags()[kind]}
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboards import tags_of
 from test_packaging import wheel  # noqa: F401
 
 import engine
@@ -83,15 +84,6 @@ def test_a_folder_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     (row,) = read_rows(folder.parent)
     assert (row["status"], row["ranks"], row["steps"]) == ("completed", 2, 3)
     assert json.loads((folder / "summary.json").read_text()).keys() >= SUMMARY
-
-
-def tags_of(folder: Path) -> set[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION", "python")
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    found = EventAccumulator(str(folder))
-    found.Reload()
-    return {tag for kind in ("scalars", "histograms", "images", "tensors") for tag in found.Tags()[kind]}
 
 
 @pytest.fixture(scope="module")

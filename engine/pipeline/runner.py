@@ -150,10 +150,12 @@ class Runner:
         """Around evaluations: evaluation mode, and every copy of a stage has the buffers of replica 0's first."""
         self.updater.all_ready()  # before anything else uses the channels that parameters come through
         own = self._borrow_buffers()
-        with evaluating(layer.module for stage in self.stages.values() for layer in stage.layers):
-            yield
-        for buffer, value in own:
-            buffer.copy_(value)
+        try:
+            with evaluating(layer.module for stage in self.stages.values() for layer in stage.layers):
+                yield
+        finally:
+            for buffer, value in own:
+                buffer.copy_(value)
         self.links.limit(0)
 
     def run_evaluation(self, batch: ReplicaBatch, loss: Loss, evaluated: Callable[[Any, Any, int], None]) -> None:

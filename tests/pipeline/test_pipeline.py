@@ -272,6 +272,26 @@ def test_a_state_goes_round_and_names_are_strict() -> None:
         assert list(saved) == list(nn.ModuleDict(normed()).state_dict())
 
 
+def test_a_failed_evaluation_leaves_each_replica_its_own_buffers() -> None:
+    def loop() -> tuple[bool, torch.Tensor]:
+        torch.manual_seed(3)
+        piped = engine.Pipeline([toys.Normed(6).double(), nn.Linear(6, 3).double()], toys.TokenLoss(), replicas=2)
+        piped.step(batches([8, 8], tokens=2)[engine.rank()])
+        before = [b.clone() for stage in piped.stages.values() for _, b in stage.named_buffers()]
+
+        def fail(*_: object) -> None:
+            raise ArithmeticError("the caller's own mistake")
+
+        with pytest.raises(ArithmeticError, match="own mistake"):
+            piped.evaluate(batches([8], tokens=2)[0], fail)
+        after = [b for stage in piped.stages.values() for _, b in stage.named_buffers()]
+        kept = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        return kept, torch.cat([b.flatten() for b in before])
+
+    (first, its), (second, other) = engine.run_threads(2, loop)
+    assert first and second and not torch.equal(its, other)
+
+
 def test_evaluation_changes_nothing_and_tells_outputs() -> None:
     """In evaluation mode, whatever the size; statistics and gradients stay. Replicas use the first one's statistics."""
     data = batches([8, 3], tokens=2)
