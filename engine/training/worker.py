@@ -137,6 +137,8 @@ class Worker(Observer):
 
     def _train(self) -> None:
         every, steps = self.job.settings.eval.every, self.inputs.steps
+        if self.job.settings.eval.at_start:
+            self._evaluate(0)
         self.inputs.fetch(0)
         self.tracer.pause_ended()
         done = 0
@@ -150,9 +152,12 @@ class Worker(Observer):
             done += count
             if every != 0 and (done == steps or (every is not None and done % every == 0)):
                 self._flush()
-                for record in self.evaluation.run(done):
-                    self.post(encode("evaluation", {"rank": self.world_rank} | record))
+                self._evaluate(done)
                 self.tracer.pause_ended()
+
+    def _evaluate(self, done: int) -> None:
+        for record in self.evaluation.run(done):
+            self.post(encode("evaluation", {"rank": self.world_rank} | record))
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -165,7 +170,7 @@ class Worker(Observer):
     def _begin(self, step: int, load: Callable[[], None]) -> None:
         """What is measured of a step starts here. `load`: the samples of the next one, while the rank waits anyway."""
         trace = self.job.settings.trace
-        self.tracer.on = step % trace.every < trace.consecutive
+        self.tracer.on = trace.every != 0 and step % trace.every < trace.consecutive
         self.executor.reset_peaks()
         if self.async_sgd is not None:
             self.async_sgd.begin(step)
