@@ -45,15 +45,23 @@ class WholeState:
 
     def load(self, state: Mapping[str, Any], strict: bool) -> _IncompatibleKeys:
         """Copy what of `state` is this rank's; the names that are missing and that are unknown."""
-        known: list[str] = []
+        known: dict[str, Any] = {}  # name -> shape, None of what is no tensor
         for stage in range(self._placement.stages):
-            known += self._from_owner(stage, list(self._stages[stage].state_dict()) if self._owns(stage) else [])
-        missing, unknown = [n for n in known if n not in state], [n for n in state if n not in set(known)]
+            own = self._stages[stage].state_dict() if self._owns(stage) else {}
+            known |= self._from_owner(stage, {name: _shape(value) for name, value in own.items()})
+        missing, unknown = [n for n in known if n not in state], [n for n in state if n not in known]
         if strict and (missing or unknown):
             parts = [
                 f"{what} {_listed(names)}" for what, names in (("lacks", missing), ("has unknown", unknown)) if names
             ]
             raise ValueError(f"the state {' and '.join(parts)}: load that of the same model, or give strict=False")
+        wrong = [
+            f"{name} is {_shape(state[name])} and has to be {shape}"
+            for name, shape in known.items()
+            if name in state and _shape(state[name]) != shape
+        ]
+        if wrong:
+            raise ValueError(f"tensors of the state have other shapes: {_listed(wrong)}: load that of the same model")
         for held in self._stages.values():
             for layer in held.layers:
                 names = {f"{layer.name}.{key}": key for key in layer.module.state_dict()}
@@ -69,6 +77,10 @@ class WholeState:
         if self._transport.world == 1:
             return value
         return broadcast_value(value, self._placement.rank_of[0][stage], self._everybody())
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 def _copy(value: Any) -> Any:
