@@ -116,6 +116,27 @@ class Eval:
 
 
 @dataclass(frozen=True)
+class Init:
+    """Section `init`: weights to start from."""
+
+    weights: str | None = key(
+        None,
+        "a file or folder of weights to start from: safetensors, a torch.save of tensors, Hugging Face's shards, or a "
+        "run's folder; null: they are drawn from the seed",
+    )
+    prefix: list[str] = field(
+        default_factory=list,
+        metadata=about(
+            "prefixes of names in that file, and what the model's names begin with instead: [OLD:NEW]; [module.:] "
+            "takes one off, [:encoder.] puts one before all"
+        ),
+    )
+    strict: bool = key(
+        True, "false: names and shapes that do not match are listed, and left as they are drawn; true: refused"
+    )
+
+
+@dataclass(frozen=True)
 class Trace:
     """Section `trace`: which steps are recorded in full."""
 
@@ -156,7 +177,10 @@ class Settings:
     """The whole configuration of one run after it has been checked."""
 
     mode: str = key(
-        "train", "plan: build, verify, simulate and print a schedule, start nothing", choices=("train", "plan")
+        "train",
+        "plan: build, verify, simulate and print a schedule, start nothing. evaluate: evaluate the weights that "
+        "init.weights names, and train nothing",
+        choices=("train", "plan", "evaluate"),
     )
     objective: str | None = key(
         None,
@@ -204,6 +228,12 @@ class Settings:
         choices=("none",),
         later=("all", "full", "selective"),
     )
+    save: str = key(
+        "final",
+        "which weights the run leaves as model.safetensors. final: the last ones; best: those of the evaluation with "
+        "the lowest loss; never: none",
+        choices=("final", "best", "never"),
+    )
     shard_optimizer: bool = key(
         False,
         "true: each replica updates 1/R of the parameters and keeps the optimizer's state of these (ZeRO stage 1)",
@@ -224,6 +254,7 @@ class Settings:
     data_parallel: DataParallelSettings = field(default_factory=DataParallelSettings)
     train: Train = field(default_factory=Train)
     eval: Eval = field(default_factory=Eval)
+    init: Init = field(default_factory=Init)
     trace: Trace = field(default_factory=Trace)
     delay: Delay = field(default_factory=Delay)
     plan: PlanSettings = field(default_factory=PlanSettings)
@@ -238,6 +269,11 @@ class Settings:
         """Whether the optimizer is divided over replicas that update together, so that parameters are gathered."""
         divides = ALLREDUCES[self.allreduce.name].division is not None
         return not self.data_parallel.asynchronous and (self.shard_optimizer or divides)
+
+    @property
+    def starts_ranks(self) -> bool:
+        """Whether workers are started: to train, or to evaluate."""
+        return self.mode != "plan"
 
     @property
     def world(self) -> int:

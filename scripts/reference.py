@@ -92,6 +92,7 @@ FILES: dict[str, list[File]] = {
         File("config.json", "started", "the configuration as it was used; a folder that has one is refused"),
         File("plan.json", "started, `mode=plan`", "program, placement, layers of each stage, simulated figures"),
         File("program.csv", "started, `mode=plan`", "the program in the dialect of torch.distributed.pipelining"),
+        File("model.safetensors", "`save`", "the weights of the whole model, under the unsplit model's names"),
         File("engine.log", "started", "every rank's log lines, tagged with the rank"),
         File("events.out.tfevents.*", "started", "exactly one event file for TensorBoard: [tags](tags.md)"),
         File("report.txt", "a step was traced", "the report, with tables of stages, memory and traffic"),

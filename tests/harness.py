@@ -49,6 +49,7 @@ def settings(
         data_parallel=DataParallelSettings(replicas),
         train=Train(steps=3, global_batch_size=16),
         eval=Eval(every=0),
+        save="never",
     )
     train = {k: changes.pop(k) for k in list(changes) if k in Train.__dataclass_fields__}
     return replace(base, **{"train": replace(base.train, **train)} | changes)

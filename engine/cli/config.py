@@ -25,6 +25,7 @@ from engine.plan.choose import ALL
 from engine.plan.schedules import SCHEDULES, offered_schedules
 from engine.plan.schedules import build as build_schedule
 from engine.settings import GROUP_KEYS, KEYS, Key, Settings
+from engine.weights.names import parse_prefixes
 
 T = TypeVar("T")
 
@@ -174,7 +175,8 @@ def check(settings: Settings) -> None:
     _check_loader(settings.data)
     _check_objective(settings)
     _check_delay(settings)
-    if settings.mode == "train":
+    _check_init(settings)
+    if settings.starts_ranks:
         _check_batch(settings)
         _check_targets(settings)
 
@@ -224,6 +226,12 @@ def _check_asynchronous(settings: Settings) -> None:
             f"train.accumulate={train.accumulate} is not possible with schedule {name}, which never drains between "
             "passes; set it to 1 (schedule=pipedream_2bw adds up pipeline.microbatches before each update)"
         )
+
+
+def _check_init(settings: Settings) -> None:
+    parse_prefixes(settings.init.prefix)
+    if settings.mode == "evaluate" and settings.init.weights is None:
+        raise ValueError("mode=evaluate evaluates stored weights: give init.weights=FILE, or the folder of a run")
 
 
 def _check_split(path: str, split: Any) -> None:

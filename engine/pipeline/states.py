@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -35,31 +35,46 @@ class WholeState:
             self._group = Group(self._transport, ranks, self._label)
         return self._group
 
-    def gather(self) -> dict[str, Any]:
-        """Name -> a copy on the CPU, in the order of the model: what the first copies of replica 0 hold."""
+    def gather(self, keep: bool = True) -> dict[str, Any]:
+        """Name -> a copy on the CPU, in the order of the model: what the first copies of replica 0 hold.
+
+        A rank that is not to `keep` it, and gets an empty one, has one stage at a time in memory.
+        """
         state: dict[str, Any] = {}
         for stage in range(self._placement.stages):
             own = self._stages[stage].state_dict() if self._owns(stage) else {}
-            state |= self._from_owner(stage, {name: _copy(value) for name, value in own.items()})
+            found = self._from_owner(stage, {name: _copy(value) for name, value in own.items()})
+            state |= found if keep else {}
         return state
+
+    def add_up(self, table: Tensor) -> Tensor:
+        """The sum of a small tensor over all ranks, the same on each."""
+        if self._transport.world > 1:
+            here = table.to(self._transport.device)
+            self._everybody().collective.all_reduce(here)
+            table.copy_(here)
+        return table
 
     def load(self, state: Mapping[str, Any], strict: bool) -> _IncompatibleKeys:
         """Copy what of `state` is this rank's; the names that are missing and that are unknown."""
-        known: list[str] = []
+        known: dict[str, Any] = {}  # name -> shape, None of what is no tensor
         for stage in range(self._placement.stages):
-            known += self._from_owner(stage, list(self._stages[stage].state_dict()) if self._owns(stage) else [])
-        missing, unknown = [n for n in known if n not in state], [n for n in state if n not in set(known)]
+            own = self._stages[stage].state_dict() if self._owns(stage) else {}
+            known |= self._from_owner(stage, {name: _shape(value) for name, value in own.items()})
+        missing, unknown = [n for n in known if n not in state], [n for n in state if n not in known]
         if strict and (missing or unknown):
             parts = [
                 f"{what} {_listed(names)}" for what, names in (("lacks", missing), ("has unknown", unknown)) if names
             ]
             raise ValueError(f"the state {' and '.join(parts)}: load that of the same model, or give strict=False")
-        for held in self._stages.values():
-            for layer in held.layers:
-                names = {f"{layer.name}.{key}": key for key in layer.module.state_dict()}
-                own = {key: state[name] for name, key in names.items() if name in state}
-                with refusing(lambda error: f"layer {layer.name!r} does not take its state: {said(error)}"):  # noqa: B023
-                    layer.module.load_state_dict(own, strict=False)
+        wrong = [
+            f"{name} is {_shape(state[name])} and has to be {shape}"
+            for name, shape in known.items()
+            if name in state and _shape(state[name]) != shape
+        ]
+        if wrong:
+            raise ValueError(f"tensors of the state have other shapes: {_listed(wrong)}: load that of the same model")
+        take(self._stages.values(), state)
         return _IncompatibleKeys(missing, unknown)
 
     def _owns(self, stage: int) -> bool:
@@ -69,6 +84,20 @@ class WholeState:
         if self._transport.world == 1:
             return value
         return broadcast_value(value, self._placement.rank_of[0][stage], self._everybody())
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def take(stages: Iterable[Stage], state: Mapping[str, Any]) -> None:
+    """Copy what of `state` belongs to these stages into their layers, in place; ValueError where a layer refuses it."""
+    for held in stages:
+        for layer in held.layers:
+            names = {f"{layer.name}.{key}": key for key in layer.module.state_dict()}
+            own = {key: state[name] for name, key in names.items() if name in state}
+            with refusing(lambda error: f"layer {layer.name!r} does not take its state: {said(error)}"):  # noqa: B023
+                layer.module.load_state_dict(own, strict=False)
 
 
 def _copy(value: Any) -> Any:

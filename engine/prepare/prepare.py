@@ -44,6 +44,8 @@ from engine.training.replicas.reduction import grouped
 from engine.training.replicas.sharding import check_sharding
 from engine.training.samples.batches import Batches
 from engine.training.samples.source import dataset
+from engine.weights.initial import check_weights
+from engine.weights.model_file import unstorable
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +69,7 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
     device, dtype = torch.device(settings.device), DTYPES[settings.precision]
     with blaming(settings.model, "model"):
         model = FakeModel(lambda: model_layers(settings.model), device, dtype, autocast_of(settings.precision, device))
+    _check_weights(settings, model, lengths, start_dir)
     split = choose_split(settings, model, compute.placement.stages)
     pieces = {
         "train": _training_pieces(settings, programs, lengths["train"]),
@@ -105,6 +108,24 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
     check_delay(job, found.edges)
     check_open_files(job, found)
     return job
+
+
+def _check_weights(settings: Settings, model: FakeModel, lengths: Mapping[str, int], start_dir: str) -> None:
+    """The weights that a run begins with and leaves must fit the model, and there must be what chooses among them."""
+    evaluates = lengths["eval"] > 0 and (settings.eval.every != 0 or settings.mode == "evaluate")
+    if settings.mode == "evaluate" and not evaluates:
+        raise ValueError("mode=evaluate needs held-out samples: give data.evaluation, as conf/data/digits.yaml does")
+    state = model.state
+    check_weights(settings.init, start_dir, state)
+    if settings.mode != "train" or settings.save == "never":
+        return
+    if settings.save == "best" and not evaluates:
+        raise ValueError(
+            f"save=best keeps the weights of the best evaluation, and there is none (data.evaluation has "
+            f"{lengths['eval']} samples, eval.every={settings.eval.every}): have some, or use save=final"
+        )
+    if wrong := unstorable(state):
+        raise ValueError(f"model.safetensors cannot hold {wrong}: set save=never, or give the model other buffers")
 
 
 def _programs(settings: Settings) -> StepPrograms:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.gradients.servers.pushes import PushReducer
 from engine.job import Job
 from engine.pipeline.batches.window import Window
 from engine.pipeline.executor import Observer
@@ -37,11 +38,13 @@ from engine.training.connections import connections
 from engine.training.delay import slow_down
 from engine.training.device import device_of
 from engine.training.evaluate import Evaluation
+from engine.training.kept import KeptWeights
 from engine.training.memory import StaticMemory
 from engine.training.replicas.asynchronous_sgd import AsynchronousSGD, PushUpdater
 from engine.training.replicas.sharding import division_of
 from engine.training.samples.inputs import BatchStream
 from engine.transport import PeerError, Transport
+from engine.weights.initial import InitialWeights
 
 Post = Callable[[bytes], None]
 
@@ -71,6 +74,7 @@ class Worker(Observer):
             torch.cuda.set_device(self.device)
         self.tracer = tracer_for(self.device)
         self.pipeline = self._pipeline(transport, pushing)
+        self._take_weights()
         self.stages, self.links, self.executor = self.pipeline.stages, self.pipeline.links, self.pipeline.executor
         self.update, self.reducers = self.pipeline.updater.update, self.pipeline.updater.reducers
         for stage in self.stages.values():
@@ -78,6 +82,7 @@ class Worker(Observer):
         self.last_here = job.placement.stages - 1 in self.stages
         self.inputs = BatchStream(job, rank, self.device, self.tracer, self._legal)
         self.evaluation = Evaluation(job, rank, self.pipeline)
+        self.kept = KeptWeights(job, rank, self.pipeline)
         self.async_sgd = AsynchronousSGD(job, self.reducers, self.inputs.steps) if pushing else None
         updates = [self.update] if self.async_sgd is None else self.async_sgd.updates
         divided = bool(self.pipeline.updater.sharded)
@@ -107,17 +112,30 @@ class Worker(Observer):
             overlap=make_overlap(settings.model.get("overlap")), prepared=prepared,
         )  # fmt: skip
 
+    def _take_weights(self) -> None:
+        """Begin with the weights that `init.weights` names, where it does."""
+        init = self.job.settings.init
+        if init.weights is None:
+            return
+        InitialWeights(init, self.job.start_dir).load(self.pipeline.stages.values())
+        for reducer in self.pipeline.updater.reducers.values():
+            if isinstance(reducer, PushReducer):
+                reducer.renew_server()
+
     def run(self) -> None:
         """Run all steps, and the evaluations between and after them."""
         hello = {"rank": self.world_rank, "pid": os.getpid(), "device": str(self.device)}
         self.post(encode("ready", hello | {"threads": torch.get_num_threads()}))
         self._compare_clocks()
         try:
-            if self.async_sgd is not None:
-                self.async_sgd.serve()
-            self._train()
-            if self.async_sgd is not None:
-                self.async_sgd.join()
+            if self.job.settings.mode == "evaluate":
+                self._evaluate(0)
+            else:
+                if self.async_sgd is not None:
+                    self.async_sgd.serve()
+                self._train()
+                if self.async_sgd is not None:
+                    self.async_sgd.join()
         except PeerError:
             if self.async_sgd is not None:
                 self.async_sgd.check()
@@ -151,13 +169,18 @@ class Worker(Observer):
                     self.async_sgd.end(done)
             done += count
             if every != 0 and (done == steps or (every is not None and done % every == 0)):
-                self._flush()
                 self._evaluate(done)
-                self.tracer.pause_ended()
+        self.kept.ended(done)
 
     def _evaluate(self, done: int) -> None:
-        for record in self.evaluation.run(done):
+        """Evaluate the weights after `done` steps."""
+        self._flush()
+        records = self.evaluation.run(done)
+        for record in records:
             self.post(encode("evaluation", {"rank": self.world_rank} | record))
+        if self.job.settings.mode == "train":
+            self.kept.evaluated(done, records)
+        self.tracer.pause_ended()
 
     # -- one step --------------------------------------------------------------------------------------------------
 

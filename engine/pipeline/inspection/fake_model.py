@@ -123,6 +123,15 @@ class FakeModel:
         """The (fake) parameters that require grad, in model order."""
         return [p for module in self.modules for p in module.parameters() if p.requires_grad]
 
+    @property
+    def state(self) -> dict[str, Any]:
+        """Name in the unsplit model -> (fake) parameter or persistent buffer, or whatever else a layer keeps so."""
+        return {
+            f"{name}.{key}": value
+            for name, module in zip(self.names, self.modules, strict=True)
+            for key, value in module.state_dict().items()
+        }
+
     def layers(self) -> tuple[Layer, ...]:
         """What a job holds of each layer.
 
