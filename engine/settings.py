@@ -93,9 +93,9 @@ class AllReduceSettings:
 class Train:
     """Section `train`: how long and on what batches."""
 
-    steps: int | None = key(20, "optimizer steps; 20 where neither steps nor epochs is given", at_least=1)
+    steps: int | None = key(40, "optimizer steps; 40 where neither steps nor epochs is given", at_least=1)
     epochs: int | None = key(None, "passes over the data, instead of steps", at_least=1)
-    global_batch_size: int = key(32, "samples per optimizer step, over all replicas", at_least=1)
+    global_batch_size: int = key(64, "samples per optimizer step, over all replicas", at_least=1)
     clip_norm: float | None = key(None, "clip the gradient of the whole model to this norm; null: do not", above=0)
     clip_norm_type: float | None = key(2.0, "p of that p-norm; inf or null: the largest element", above=0)
     accumulate: int = key(1, "passes through the pipeline per optimizer step", at_least=1)

@@ -197,7 +197,7 @@ and its keys can then be changed one by one: `schedule=interleaved_1f1b schedule
 `_target_` takes and its file does not have is added with a plus: `+optimizer.nesterov=true`. Whatever is wrong is
 refused before anything starts, with the allowed values.
 
-**Steps or epochs.** Give one of `train.steps` and `train.epochs`; with neither, 20 steps. Steps go on into the next
+**Steps or epochs.** Give one of `train.steps` and `train.epochs`; with neither, 40 steps. Steps go on into the next
 epoch, reshuffled. The last batch of an epoch may be short. It trains too, with fewer micro-batches where it must, or is
 left out with `data.drop_last=true`.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from command import ROOT
 from scripted import script
@@ -28,7 +30,10 @@ def test_every_block_of_output_was_found() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("output", PLANS)
 def test_the_page_shows_what_its_command_prints(output: object) -> None:
-    assert shown.difference(output, shown.run(output)) is None
+    now = shown.run(output)
+    assert shown.difference(output, now) is None
+    for accuracy in re.findall(r"accuracy (\d+\.\d) %", now):
+        assert float(accuracy) > 90, now  # the default job learns
 
 
 @pytest.mark.parametrize(

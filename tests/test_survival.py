@@ -28,9 +28,9 @@ ROOT = Path(__file__).parents[1]
 OLD_RUN = ROOT / "tests" / "data" / "run-0.1.0"
 KEYS = {
     "mode": "train", "schedule": "gpipe", "model": "resnet50", "partition": "model", "data": "digits",
-    "optimizer": "sgd", "lr_scheduler": "none", "allreduce": "ring", "pipeline.ranks": "2",
+    "optimizer": "adam", "lr_scheduler": "cosine", "allreduce": "ring", "pipeline.ranks": "2",
     "pipeline.microbatches": "4", "launch": "processes", "data_parallel.replicas": "1", "train.steps": "null",
-    "train.epochs": "null", "train.global_batch_size": "32", "train.clip_norm": "null", "train.accumulate": "1",
+    "train.epochs": "null", "train.global_batch_size": "64", "train.clip_norm": "null", "train.accumulate": "1",
     "eval.every": "null", "eval.batch_size": "null", "recompute": "none", "trace.every": "1", "timeout_s": "600",
     "allreduce.bucket_bytes": str(25 * 2**20), "seed": "0", "device": "auto", "precision": "fp32",
     "threads_per_worker": "null", "plan.costs.forward": "1", "plan.costs.input_backward": "1",

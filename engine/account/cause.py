@@ -107,7 +107,7 @@ def _imbalance(job: Job, bubbles: Bubbles, share: str) -> str:
     slow = _slow_stage(bubbles) or f"stage {slowest} is the slowest, at {milliseconds(bubbles.stage_costs[slowest])}"
     return (
         f"The stages are unequal, which costs {share}: {slow}; move layers away from it "
-        f"(partition=manual partition.split=[...]); with equal stages the bubble falls from "
+        f"(partition=manual 'partition.split=[LAYER]'); with equal stages the bubble falls from "
         f"{percent(bubbles.predicted)} to {percent(bubbles.ideal)}"
     )
 
@@ -122,7 +122,7 @@ def _schedule(job: Job, bubbles: Bubbles, share: str) -> str:
     for name, microbatches in tries:
         then = _ideal(job, bubbles.costs, name, microbatches)
         if then is not None and then <= WORTH_TRYING * now:
-            with_what = f"{microbatches} micro-batches" if microbatches != pipeline.microbatches else ""
+            with_what = f"pipeline.microbatches={microbatches}" if microbatches != pipeline.microbatches else ""
             if name != own:
                 with_what = f"schedule={name}" + (f" and {with_what}" if with_what else "")
             falls = f"the ideal bubble falls from {percent(now)} to {percent(then)}"

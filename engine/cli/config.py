@@ -30,7 +30,7 @@ from engine.weights.names import parse_prefixes
 T = TypeVar("T")
 
 CONF = Path(__file__).resolve().parents[2] / "conf"  # beside the package: a `conf/` of the user does not shadow it
-DEFAULT_STEPS = 20
+DEFAULT_STEPS = 40
 
 
 def load(config: DictConfig, overrides: Sequence[str] = ()) -> Settings:

@@ -65,6 +65,12 @@ def usual(predictor: Predictor) -> list[Scenario | LeftOut]:
     ]
 
 
+def nearest(predictor: Predictor) -> list[Scenario | LeftOut]:
+    """The scenarios that a run's own measurements tell most surely: other splits, 1F1B, other micro-batches."""
+    schedules = [each for each in _schedules(predictor) if isinstance(each, Scenario) and each.schedule == "1f1b"]
+    return [*_splits(predictor), *schedules, *_microbatches(predictor)]
+
+
 def asked(
     predictor: Predictor, schedules: Sequence[str], microbatches: Sequence[int], splits: Sequence[Sequence[str]]
 ) -> list[Scenario | LeftOut]:

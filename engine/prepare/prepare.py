@@ -70,6 +70,7 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
     with blaming(settings.model, "model"):
         model = FakeModel(lambda: model_layers(settings.model), device, dtype, autocast_of(settings.precision, device))
     _check_weights(settings, model, lengths, start_dir)
+    settings = replace(settings, lr_scheduler=whole_run(settings, lengths["train"]))
     split = choose_split(settings, model, compute.placement.stages)
     pieces = {
         "train": _training_pieces(settings, programs, lengths["train"]),
@@ -173,6 +174,14 @@ def sized_model(config: Mapping[str, Any], placement: Placement) -> dict[str, An
         if key in accepted and filled.get(key) is None:
             filled[key] = value
     return filled
+
+
+def whole_run(settings: Settings, samples: int) -> dict[str, Any] | None:
+    """The scheduler's keywords, with `T_max` at the run's steps where it is unset: one fall from begin to end."""
+    given = settings.lr_scheduler
+    if not given or given.get("T_max", 0) is not None:
+        return given
+    return given | {"T_max": _steps(settings, _batches(settings, samples))}
 
 
 def choose_split(settings: Settings, model: FakeModel, stages: int) -> tuple[int, ...]:

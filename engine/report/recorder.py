@@ -32,6 +32,7 @@ from engine.job import Job
 from engine.plan.timeline import Timeline
 from engine.predict.costs import COSTS_NAME, MeasuredCosts
 from engine.report.log import RunLog, line_of, tag
+from engine.report.next_step import next_step
 from engine.report.perfetto import write_trace
 from engine.report.pictures.figure import Picture, preload
 from engine.report.pictures.timeline import SMALL, Panel, draw
@@ -189,14 +190,19 @@ class Recorder:
         with ExitStack() as last:
             if self._totals.steps:
                 cause = diagnose(self.job, bubbles)
-                told = closing(self.job, self._summary, bubbles, cause, self.folder)
-                last.callback(self._progress.say, "\n" + told)
+                last.callback(self._close, self._summary, bubbles, cause)
             write_json(self.folder / "summary.json", self._summary)
             if self._totals.steps:
                 self._leave(self._summary, bubbles, cause)
             elif status == "failed":
                 self._begin(None)  # the table of a sweep shows the jobs that failed, too
             self._board.end_session(status)
+
+    def _close(self, summary: dict[str, Any], bubbles: Bubbles | None, cause: str) -> None:
+        """Print the end of the run, once its files are there."""
+        told = summary["status"] == "completed" and self._costs is not None
+        advice = next_step(self.folder) if told else None
+        self._progress.say("\n" + closing(self.job, summary, bubbles, cause, self.folder, advice))
 
     def _leave(self, summary: dict[str, Any], bubbles: Bubbles | None, cause: str) -> None:
         """Everything but summary.json."""
@@ -228,7 +234,9 @@ class Recorder:
     def _pictures(self, bubbles: Bubbles, step: int) -> None:
         measured = self._measure.last_whole or self._measure.last
         assert measured is not None
-        title, path = f"measured: bubble {percent(bubbles.measured)}", critical_path(measured, self.job.ranks)
+        # The picture is of one step, the figure of all that count.
+        title = f"measured: last traced step (bubble of the run {percent(bubbles.measured)})"
+        path = critical_path(measured, self.job.ranks)
         panels = {"measured": Panel(title, measured, 1e-9, self.job.ranks, path, self._clocks.uncertainty)}
         if bubbles.simulated is not None:
             title = f"predicted: bubble {percent(bubbles.predicted)} (ideal {percent(bubbles.ideal)})"

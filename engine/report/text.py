@@ -119,8 +119,13 @@ def headline(summary: dict[str, Any]) -> str:
     return said
 
 
-def closing(job: Job, summary: dict[str, Any], bubbles: Bubbles | None, cause: str, run_dir: Path) -> str:
-    """What the terminal shows at the end of a run that has completed a step. `cause`: the sentence of `diagnose`."""
+def closing(
+    job: Job, summary: dict[str, Any], bubbles: Bubbles | None, cause: str, run_dir: Path, advice: str | None = None
+) -> str:
+    """What the terminal shows at the end of a run that has completed a step.
+
+    `cause`: the sentence of `diagnose`; `advice`: that of `next_step`.
+    """
     parts = [headline(summary)]
     if summary["asynchronous"] is not None:
         parts.append(asynchronous_text(summary))
@@ -135,6 +140,7 @@ def closing(job: Job, summary: dict[str, Any], bubbles: Bubbles | None, cause: s
             table(bubble_rows(bubbles)),
             cause,
         ]
+    parts += [advice] if advice else []
     folder = shlex.quote(str(run_dir))
     commands = [f"{_tensorboard()} --logdir {folder}"]
     predictable = summary["status"] != "failed" and not pushes(summary)

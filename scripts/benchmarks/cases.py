@@ -56,7 +56,7 @@ class Case:
             f"pipeline.microbatches={self.microbatches}",
             f"train.steps={self.steps}",
             *self.choices,
-            *("optimizer=sgd", "device=cpu", "threads_per_worker=1", "eval.every=0"),
+            *("optimizer=sgd", "lr_scheduler=none", "device=cpu", "threads_per_worker=1", "eval.every=0"),
         ]
 
     @cached_property
@@ -108,7 +108,7 @@ RESNET50 = Case(
     ranks=2,
     microbatches=4,
     steps=10,
-    choices=("model=resnet50", "data=digits", "train.global_batch_size=32"),
+    choices=("model=resnet50", "model.split=[layer3]", "data=digits", "data.size=64", "train.global_batch_size=32"),
     plain=True,
 )
 GPT = Case(

@@ -118,7 +118,8 @@ class Runs:
     def _run(self, keys: Sequence[str], repeat: int) -> Path:
         folder = self._folder / f"{len(self._made)}-{repeat}"
         print(f"run {folder.name}: {' '.join(keys)}", file=sys.stderr, flush=True)
-        usual = ("train.steps=9", "optimizer=sgd", "device=cpu", "threads_per_worker=1", "eval.every=0")
+        rate = ("optimizer=sgd", "lr_scheduler=none")
+        usual = ("train.steps=9", *rate, "device=cpu", "threads_per_worker=1", "eval.every=0")
         command = [sys.executable, "-m", "engine", *keys, *usual, f"hydra.run.dir={folder}"]
         run_together([command], self._folder, LOOPBACK)
         return folder

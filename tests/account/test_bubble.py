@@ -343,7 +343,7 @@ def test_imbalance_is_the_cause_where_it_costs_most() -> None:
 def test_the_schedules_own_bubble_comes_with_figures() -> None:
     of = recorded.job("gpipe", 2, 4)
     sentence = diagnose(of, result(of, measured(of.compute, costs(of.compute))))
-    assert "with 8 micro-batches the ideal bubble falls from 20.0 % to 11.1 %" in sentence
+    assert "with pipeline.microbatches=8 the ideal bubble falls from 20.0 % to 11.1 %" in sentence
     of = with_train(of, global_batch_size=4)
     sentence = diagnose(of, result(of, measured(of.compute, costs(of.compute))))
     assert "train.global_batch_size=8" in sentence

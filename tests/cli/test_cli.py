@@ -76,7 +76,7 @@ WRONG = {
     "pipeline.ranks=two": ["pipeline.ranks=two", "whole number"],
     "pipeline.ranks=2.5": ["pipeline.ranks=2.5", "whole number"],
     "pipeline.microbatches=0": ["pipeline.microbatches=0", "at least 1"],
-    "pipeline.microbatches=33": ["pipeline.microbatches=33", "32"],
+    "pipeline.microbatches=65": ["pipeline.microbatches=65", "64"],
     "data_parallel.replicas=64": ["64 replica", "at least 256"],
     "train.steps=0": ["train.steps=0", "at least 1"],
     "timeout_s=0": ["timeout_s=0", "above 0"],

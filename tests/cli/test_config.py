@@ -66,8 +66,8 @@ def test_defaults_of_the_yaml_are_those_of_the_dataclasses() -> None:
         assert value == get(Settings(), path), path
 
 
-def test_neither_steps_nor_epochs_means_twenty_steps() -> None:
-    assert from_plain(plain()).train.steps == 20
+def test_neither_steps_nor_epochs_means_forty_steps() -> None:
+    assert from_plain(plain()).train.steps == 40
     assert from_plain(plain(train__epochs=3)).train.steps is None
     assert from_plain(plain(train__steps=7)).train.epochs is None
     with pytest.raises(ValueError, match=r"train\.steps=2 and train\.epochs=3"):

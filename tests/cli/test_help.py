@@ -63,7 +63,7 @@ def test_help_lists_groups_a_users_own_among_them(help_text: str) -> None:
 def test_defaults_are_what_a_run_gets() -> None:
     expected = {
         "seed": "0", "pipeline.ranks": "2", "train.accumulate": "1", "data.shuffle": "true", "eval.every": "null",
-        "model.split": "[layer3]", "schedule.chunks": "", "schedule": "gpipe", "experiment": "null",
+        "model.split": "[layer4]", "schedule.chunks": "", "schedule": "gpipe", "experiment": "null",
         "plan.compare": "[]",
     }  # fmt: skip
     assert {path: default(path) for path in expected} == expected

@@ -64,8 +64,8 @@ WRONG = {
     "partition.split=null": ([*MLP, *MANUAL], ["partition.split"]),
     "model.split=[nothing]": (MLP, ["nothing", "hidden.2"]),
     "optimizer.lr=abc": (MLP, ["optimizer.lr=abc", "finite number"]),
-    "optimizer.lr=-1": (MLP, ["learning rate: -1", "torch.optim.SGD"]),
-    "+optimizer.lerning_rate=1": (MLP, ["optimizer.lerning_rate", "momentum"]),
+    "optimizer.lr=-1": (MLP, ["learning rate: -1", "torch.optim.Adam"]),
+    "+optimizer.lerning_rate=1": (MLP, ["optimizer.lerning_rate", "betas"]),
     "optimizer._target_=torch.optim.SDG": (MLP, ["torch.optim.SDG", "SGD"]),
     "lr_scheduler.T_max=abc": (
         [*MLP, "lr_scheduler=cosine"],

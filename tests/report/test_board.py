@@ -114,7 +114,7 @@ def test_the_report_is_markdown(tmp_path: Path) -> None:
     (value,) = read(finished(tmp_path)).Tensors("report/text_summary")
     text = value.tensor_proto.string_val[0].decode()
     assert "| bubble | ideal | predicted | measured |\n| ---: |" in text
-    assert "with 8 micro-batches the ideal bubble falls" in text
+    assert "with pipeline.microbatches=8 the ideal bubble falls" in text
 
 
 def test_one_session_with_values_and_metrics(tmp_path: Path) -> None:
