@@ -28,7 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from engine import __version__, environment
+from engine import environment
 from engine.cli import run
 from engine.cli.arguments import UsageError, asked_for_version, flags_first
 from engine.cli.composition import register_resolvers, run_dir, targets
@@ -53,7 +53,9 @@ def main() -> int:
     logging.getLogger().setLevel(logging.INFO)
     with forgiving():
         if asked_for_version(sys.argv[1:]):
-            print(f"pipeline-engine {__version__} (hydra-core {version('hydra-core')}, torch {version('torch')})")
+            print(
+                f"pipeline-engine {version('hydra-pipeline-engine')} (hydra-core {version('hydra-core')}, torch {version('torch')})"
+            )
             return 0
         try:
             environment.keep_sockets_short()
