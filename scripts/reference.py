@@ -93,6 +93,8 @@ FILES: dict[str, list[File]] = {
         File("plan.json", "started, `mode=plan`", "program, placement, layers of each stage, simulated figures"),
         File("program.csv", "started, `mode=plan`", "the program in the dialect of torch.distributed.pipelining"),
         File("model.safetensors", "`save`", "the weights of the whole model, under the unsplit model's names"),
+        File("checkpoints/", "`checkpoint`", "the newest checkpoints, a folder each: [checkpoints](checkpoints.md)"),
+        File("attempts/", "`resume`", "what the attempts before the last left: configuration, log, summary, report"),
         File("engine.log", "started", "every rank's log lines, tagged with the rank"),
         File("events.out.tfevents.*", "started", "exactly one event file for TensorBoard: [tags](tags.md)"),
         File("report.txt", "a step was traced", "the report, with tables of stages, memory and traffic"),
@@ -233,6 +235,9 @@ Written however the run ends; `status` is `completed`, `failed` or `interrupted`
 * `bubble`: `ideal`, `predicted`, `measured`, and `per_rank` with the account of each rank, P x R entries.
 * `peak_in_flight`, `peak_activation_bytes`: a number per rank of the pipeline, the largest over replicas.
 * `evaluation`: `samples`, `loss`, `accuracy`.
+* `checkpoint`: null, or how many were `made` and `failed`, the `bytes` of the largest, the seconds that training
+  `waited` for copies (outside the account), and after how many steps the run was `resumed_from`. `steps`, `samples` and
+  `loss.first` are over all attempts, times and bubbles of the last one.
 * `allreduce`: `name`, `bytes_sent_per_rank`, `exposed` seconds. `bytes_sent_between_stages`: a number per edge.
 
 ## plan.json
