@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
 from engine.allreduces import ALLREDUCES
+from engine.objectives import OBJECTIVES
 from engine.transports import TRANSPORT_CHOICES
 
 T = TypeVar("T")
@@ -108,6 +109,7 @@ class Eval:
     """Section `eval`: when and in what batches held-out samples are evaluated."""
 
     every: int | None = key(None, "optimizer steps between evaluations; null: once, at the end; 0: never", at_least=0)
+    at_start: bool = key(False, "true: evaluate before the first step too, also where eval.every=0")
     batch_size: int | None = key(
         None, "samples of one evaluation batch over all replicas; null: as in training", at_least=1
     )
@@ -161,7 +163,7 @@ class CheckpointSettings:
 class Trace:
     """Section `trace`: which steps are recorded in full."""
 
-    every: int = key(1, "optimizer steps from one traced step to the next", at_least=1)
+    every: int = key(1, "optimizer steps from one traced step to the next; 0: never", at_least=0)
     consecutive: int = key(1, "steps traced one after the other each time; trace.every or more: all", at_least=1)
 
 
@@ -203,6 +205,13 @@ class Settings:
         "init.weights names, and train nothing",
         choices=("train", "plan", "evaluate"),
     )
+    objective: str | None = key(
+        None,
+        "the figure that a job returns, which a sweeper such as Optuna optimizes; of a failed job the worst there is. "
+        "null: the loss of the last evaluation, else of the last step; of mode=plan the bubble",
+        choices=OBJECTIVES,
+    )
+    stop_sweep_on_failure: bool = key(False, "true: the first job of a sweep that fails is its last")
     launch: str = key(
         "processes",
         "what a rank is: a process, or a thread of this process (for debuggers, notebooks, several stages on one GPU)",

@@ -151,6 +151,9 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "C146": ("layers left out at random", [
         "messages: a_layer_that_cannot_be_known_before_the_run_is_refused_with_the_remedy",
         "messages: a_layer_left_out_by_pythons_own_generator_trains"]),
+    "C175": ("a number for a sweeper", [
+        "objective: a_sweeper_gets_a_figure_of_a_training_job", "objective: optuna_optimizes_it",
+        "objective: a_job_that_failed_returns_the_worst_there_is"]),
 }  # fmt: skip
 
 

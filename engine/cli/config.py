@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from engine.cli.limits import check_limits
+from engine.objectives import EVALUATED, OBJECTIVES
 from engine.plan.choose import ALL
 from engine.plan.schedules import SCHEDULES, offered_schedules
 from engine.plan.schedules import build as build_schedule
@@ -172,6 +173,7 @@ def check(settings: Settings) -> None:
     for group in ("partition", "model"):
         _check_split(f"{group}.split", get(settings, group).get("split"))
     _check_loader(settings.data)
+    _check_objective(settings)
     _check_delay(settings)
     _check_init(settings)
     _check_checkpoints(settings)
@@ -182,7 +184,7 @@ def check(settings: Settings) -> None:
 
 def _check_key(path: str, key: Key, value: Any) -> None:
     """Raise ValueError for a value that the key's own row in engine/settings.py does not allow."""
-    if key.choices:
+    if key.choices and (value is not None or path in GROUP_KEYS):  # of a field, its annotation says whether null is one
         one_of(path, value, key.choices)
     if key.kind is not None:
         _scalar(key.kind, value, path)
@@ -268,6 +270,20 @@ def _check_loader(data: Mapping[str, Any]) -> None:
             f"data.evaluation={data['evaluation']} is not a section: give the keys of data that the held-out samples "
             "change, like {split: test}, or null for no evaluation"
         )
+
+
+def _check_objective(settings: Settings) -> None:
+    """Refuse a figure that this job cannot have."""
+    name, plan = settings.objective, settings.mode == "plan"
+    if name is None:
+        return
+    if plan and OBJECTIVES[name].planned is None:
+        planned = ", ".join(each for each, objective in OBJECTIVES.items() if objective.planned)
+        raise ValueError(f"objective={name} is not known of mode=plan, which trains nothing; possible: {planned}")
+    if not plan and name in EVALUATED and settings.eval.every == 0:
+        raise ValueError(f"objective={name} needs an evaluation: set eval.every to null (at the end), or to some steps")
+    if not plan and name == "bubble" and settings.trace.every == 0:
+        raise ValueError("objective=bubble needs traced steps: set trace.every to 1 or more")
 
 
 def _check_delay(settings: Settings) -> None:

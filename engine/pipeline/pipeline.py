@@ -165,7 +165,8 @@ class Pipeline(Runner):
         return losses
 
     def _stream(self, shares: Sequence[ReplicaBatch]) -> list[Tensor]:
-        first, found = self._done, []
+        first = self._done
+        found: list[tuple[float, float, int]] = []
         with self._said():
             tables = {id(self._messages(True, share)) for share in shares}
         if len(tables) > 1:

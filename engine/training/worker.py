@@ -175,6 +175,8 @@ class Worker(Observer):
 
     def _train(self) -> None:
         steps, done = self.inputs.steps, self.job.start
+        if self.job.settings.eval.at_start and done == 0:
+            self._evaluate(0)
         self.inputs.fetch(done)
         self.tracer.pause_ended()
         for count in self.job.windows or [1] * (steps - done):  # how many steps until the pipeline drains
@@ -224,7 +226,7 @@ class Worker(Observer):
     def _begin(self, step: int, load: Callable[[], None]) -> None:
         """What is measured of a step starts here. `load`: the samples of the next one, while the rank waits anyway."""
         trace = self.job.settings.trace
-        self.tracer.on = step % trace.every < trace.consecutive
+        self.tracer.on = trace.every != 0 and step % trace.every < trace.consecutive
         self.executor.reset_peaks()
         if self.async_sgd is not None:
             self.async_sgd.begin(step)

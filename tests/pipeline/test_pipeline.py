@@ -116,7 +116,7 @@ def piped(
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
-@pytest.mark.slow(keep=12)
+@pytest.mark.slow(keep=12, most=24)
 def test_equals_one_process(schedule: str, replicas: int) -> None:
     """Losses, norms, parameters and an evaluation; rows that divide by nothing, and every rank says the same."""
     data = batches([19, 19, 23])

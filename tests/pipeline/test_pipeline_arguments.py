@@ -105,7 +105,7 @@ def test_so_does_one_of_a_step() -> None:
 
     with engine.Pipeline(layers(), wrong) as piped:
         for use in (piped.step, piped.evaluate):
-            with pytest.raises(ValueError, match="^loss fails on .*no such target"):
+            with pytest.raises(ValueError, match=r"^loss fails on .*no such target"):
                 use(batch())
 
 
