@@ -32,8 +32,8 @@ _NOT_REPEATED = ("resume", "hydra.")
 def going_on(words: Sequence[str]) -> list[str]:
     """Return the words of a command line, completed where `resume=RUN` is among them.
 
-    The overrides of the run come first and its folder is the run's; `resume=auto`, and a folder that is no run's,
-    change nothing. UsageError for a folder that holds no run.
+    Overrides of the run are repeated, but for the keys that are given anew, and its folder is the run's. `resume=auto`
+    changes nothing. UsageError for a folder that holds no run.
     """
     given = [word.partition("=")[2] for word in words if re.fullmatch(r"\+{0,2}resume=.*", word, re.DOTALL)]
     if not given or given[-1].strip("'\"") in ("null", AUTO, ""):
@@ -42,12 +42,15 @@ def going_on(words: Sequence[str]) -> list[str]:
     if not (folder / CONFIG_NAME).is_file():
         raise UsageError(f"resume={given[-1]}: {folder} is not the folder of a run that was started")
     keep_configuration(folder)
-    own = {word.lstrip("+~").partition("=")[0] for word in words}
-    before = [word for word in _overrides(folder) if not word.lstrip("+~").startswith(_NOT_REPEATED)]
+    own = {_key(word) for word in words}
+    before = [word for word in _overrides(folder) if _key(word) not in own and not _key(word).startswith(_NOT_REPEATED)]
     quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
     placed = [] if "hydra.run.dir" in own else [f"hydra.run.dir='{quoted}'"]
-    flags = [word for word in words if word.startswith("-")]
-    return [*flags, *before, *(word for word in words if word not in flags), *placed]
+    return [*words, *before, *placed]
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0]
 
 
 def keep_configuration(folder: Path) -> None:

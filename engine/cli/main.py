@@ -123,7 +123,7 @@ def _compose() -> int:
         try:
             with interrupt.raising():
                 _check_start()
-                sys.argv[1:] = flags_first(going_on(sys.argv[1:]))
+                sys.argv[1:] = going_on(flags_first(sys.argv[1:]))
                 check_groups(sys.argv[1:])
                 hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(_job)()
         except KeyboardInterrupt as error:

@@ -25,7 +25,9 @@ class BestLoss:
         if not self._wanted:
             return False
         sums = [sum(record[name] for record in records) for name in ("loss_sum", "loss_count")]
-        total, count = self._pipeline.whole_state.add_up(torch.tensor(sums, dtype=torch.float64)).tolist()
+        found = torch.tensor(sums, dtype=torch.float64, device=self._pipeline.device)
+        self._pipeline.communicators.sum_losses(found)
+        total, count = found.tolist()
         loss = total / count if count else math.nan
         if not math.isfinite(loss) or (self.loss is not None and loss >= self.loss):
             return False

@@ -59,7 +59,9 @@ class Checkpoints:
         late = False
         if wanted.every_minutes is not None:
             late = self._rank == 0 and time.monotonic() - self._since >= 60 * wanted.every_minutes
-            late = bool(self._pipeline.whole_state.add_up(torch.tensor([float(late)], dtype=torch.float64)))
+            told = torch.tensor([float(late)], dtype=torch.float64, device=self._pipeline.device)
+            self._pipeline.communicators.sum_losses(told)
+            late = bool(told)
         return (
             late
             or step == self._steps

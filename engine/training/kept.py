@@ -9,6 +9,8 @@ from engine.errors import ExhaustedError
 from engine.files import UnwritableError
 from engine.job import Job
 from engine.pipeline.pipeline import Pipeline
+from engine.transport import Transport
+from engine.weights.gather import gather
 from engine.weights.model_file import write_tensors
 from engine.weights.names import MODEL
 
@@ -18,9 +20,9 @@ log = logging.getLogger(__name__)
 class KeptWeights:
     """Writes `model.safetensors` as `save` asks; all ranks call its methods, world rank 0 writes."""
 
-    def __init__(self, job: Job, rank: int, pipeline: Pipeline) -> None:
+    def __init__(self, job: Job, rank: int, pipeline: Pipeline, transport: Transport) -> None:
         self._save, self._path, self._writes = job.settings.save, Path(job.run_dir) / MODEL, rank == 0
-        self._pipeline = pipeline
+        self._pipeline, self._transport = pipeline, transport
 
     def improved(self, step: int, loss: float | None) -> None:
         """Keep the weights after `step` steps, whose evaluation has the lowest `loss` so far."""
@@ -36,7 +38,7 @@ class KeptWeights:
 
     def _write(self, step: int, more: dict[str, str]) -> None:
         self._pipeline.updater.all_ready()
-        state = self._pipeline.whole_state.gather(keep=self._writes)
+        state = gather(self._pipeline.stages, self._pipeline.tables.placement, self._transport)
         if not self._writes:
             return
         try:

@@ -89,7 +89,7 @@ class Worker(Observer):
         self.inputs = BatchStream(job, rank, self.device, self.tracer, self._legal)
         self.evaluation = Evaluation(job, rank, self.pipeline)
         self.best = BestLoss(job, self.pipeline)
-        self.kept = KeptWeights(job, rank, self.pipeline)
+        self.kept = KeptWeights(job, rank, self.pipeline, transport)
         self.checkpoints = Checkpoints(
             job, rank, self.pipeline, self.inputs.batches.per_epoch, self.inputs.steps,
             lambda told: self.post(encode("checkpoint", told)),
