@@ -117,6 +117,25 @@ class Centre(nn.Module):
         return found
 
 
+class Pair(nn.Module):
+    """Two linear layers of one shape, registered in the order that `order` spells: ab, or ba."""
+
+    def __init__(self, width: int, order: str) -> None:
+        super().__init__()
+        for name in order:
+            self.add_module(name, nn.Linear(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.get_submodule("b")(self.get_submodule("a")(x).tanh())
+        return y
+
+
+def paired(order: str = "ab", width: int = 8, classes: int = 5) -> Layers:
+    """Layers whose parameters are the same whatever the order of their registration."""
+    return [("first", lambda: Pair(width, order)), ("second", lambda: Pair(width, order)),
+            ("head", lambda: nn.Linear(width, classes))]  # fmt: skip
+
+
 class Ends(nn.Module):
     """A linear layer whose output is handed on in the layout that `how` names."""
 

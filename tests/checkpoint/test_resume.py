@@ -131,6 +131,19 @@ def test_another_layout_goes_on_with_the_same_numbers(first: Settings, other: Se
     assert rates(found) == {at: rate for at, rate in rates(expected).items() if at >= 3}
 
 
+def test_an_optimizers_state_goes_by_name_not_by_position() -> None:
+    """Equal shapes would hide moments that went to other parameters."""
+
+    def model(order: str) -> dict[str, Any]:
+        return {"_target_": "toys.paired", "order": order, "loss": {"_target_": "toys.TokenLoss"}}
+
+    expected = run_threads(wanted(model=model("ab")))
+    keep(expected)
+    found = run_threads(wanted("gpipe", 1, 4, model=model("ba")), resumed=at(3))
+    assert list(found.state()) != list(expected.state())
+    close({name: found.state()[name] for name in expected.state()}, expected.state())
+
+
 def test_more_steps_than_before_go_on() -> None:
     """A run is lengthened: without a rate that depends on its length it is what the longer run is."""
     asked = wanted(lr_scheduler=None, checkpoint=CheckpointSettings(every_epochs=99))
