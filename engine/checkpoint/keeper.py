@@ -27,6 +27,7 @@ from engine.checkpoint.manifest import (
     read_manifest,
 )
 from engine.checkpoint.names import FOLDER
+from engine.checkpoint.stopping import Stop
 from engine.errors import CheckpointError
 from engine.job import Job
 from engine.telemetry.records import Record
@@ -48,7 +49,7 @@ class Keeper:
         say: Callable[[int, str], None],
     ) -> None:
         self._job, self._root, self._versions = job, folder / FOLDER, versions
-        self._progress, self._say = progress, say
+        self._progress, self._say, self._stop = progress, say, Stop(str(folder))
         self._pending: dict[int, dict[int, dict[str, Any]]] = {}
         self._best: tuple[float, int] | None = None
         if job.settings.checkpoint.best:
@@ -57,6 +58,7 @@ class Keeper:
     def begin(self) -> None:
         """Remove what a run that was killed has left half-written; call before the ranks start."""
         store.sweep(self._root)
+        self._stop.clear()
 
     def __call__(self, record: Record) -> None:
         """Take in a record, and make the checkpoint that it completes. Raises CheckpointError where that is wanted."""
@@ -73,6 +75,7 @@ class Keeper:
         """Remove what was not finished."""
         self._pending.clear()
         store.sweep(self._root)
+        self._stop.clear()
 
     def _complete(self, step: int, told: list[dict[str, Any]]) -> None:
         failed = next((meta for meta in told if meta["error"]), None)

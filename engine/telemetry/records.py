@@ -32,7 +32,7 @@
 | `log`        | rank, level (logging's number), logger, message                                                     |
 | `error`      | rank, stage, microbatch, action (null where unknown), own (false: only a peer's death was seen),    |
 |              | peer (the rank waited for, or null), type, message, traceback, time_ns                              |
-| `done`       | rank                                                                                                |
+| `done`       | rank, stopped (the steps after which it has ended because the run was asked to, or null)            |
 
 `rank` is the world rank (`engine.ranks`).
 """

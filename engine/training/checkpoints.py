@@ -21,6 +21,7 @@ import torch
 
 from engine.checkpoint.capture import RankState, capture
 from engine.checkpoint.names import FOLDER
+from engine.checkpoint.stopping import Stop
 from engine.checkpoint.store import aside_of, checksum
 from engine.errors import cause
 from engine.files import UnwritableError
@@ -48,13 +49,18 @@ class Checkpoints:
         self._per_epoch, self._steps = per_epoch, steps
         self._since = time.monotonic()
         self._last = job.start if job.resumed else -1  # the step of the newest one
+        self._stop = Stop(job.run_dir)
+        self.stop_at: int | None = None  # the run is to end after so many steps
         self._writing: threading.Thread | None = None
         self._told: dict[str, Any] = {}
 
     def due(self, step: int, improved: bool) -> bool:
         """Whether one is to be made after `step` steps; all ranks ask, and get the same answer."""
         wanted = self._wanted
-        if not wanted.wanted or step == self._last:
+        if not wanted.wanted:
+            return False
+        self.stop_at = self._stop.at()
+        if step == self._last:
             return False
         late = False
         if wanted.every_minutes is not None:
@@ -64,7 +70,7 @@ class Checkpoints:
             late = bool(told)
         return (
             late
-            or step == self._steps
+            or step in (self._steps, self.stop_at)
             or (wanted.best and improved)
             or (wanted.every_steps is not None and step % wanted.every_steps == 0)
             or (wanted.every_epochs is not None and step % (wanted.every_epochs * self._per_epoch) == 0)
@@ -90,6 +96,11 @@ class Checkpoints:
             target=self._write, args=(folder / file, state, told), name="checkpoint", daemon=True
         )
         self._writing.start()
+
+    def look_ahead(self, following: int) -> None:
+        """World rank 0: where the run is asked to end, let it be after `following` steps, when all meet next."""
+        if self._rank == 0 and self._wanted.wanted and self.stop_at is None:
+            self._stop.choose(following)
 
     def poll(self) -> None:
         """Tell of what has been written meanwhile."""

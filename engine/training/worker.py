@@ -94,6 +94,7 @@ class Worker(Observer):
             job, rank, self.pipeline, self.inputs.batches.per_epoch, self.inputs.steps,
             lambda told: self.post(encode("checkpoint", told)),
         )  # fmt: skip
+        self._stopped: int | None = None  # after so many steps, before the last, because the run was asked to end
         self._resume()
         self.async_sgd = AsynchronousSGD(job, self.reducers, self.inputs.steps) if pushing else None
         updates = [self.update] if self.async_sgd is None else self.async_sgd.updates
@@ -166,7 +167,7 @@ class Worker(Observer):
         self._compare_clocks()
         self.inputs.close()
         self.pipeline.close()
-        self.post(encode("done", {"rank": self.world_rank}))
+        self.post(encode("done", {"rank": self.world_rank, "stopped": self._stopped}))
 
     def _compare_clocks(self) -> None:
         """At both ends of a run: two offsets give the drift between."""
@@ -179,7 +180,9 @@ class Worker(Observer):
             self._evaluate(0)
         self.inputs.fetch(done)
         self.tracer.pause_ended()
-        for count in self.job.windows or [1] * (steps - done):  # how many steps until the pipeline drains
+        counts = self.job.windows or [1] * (steps - done)  # how many steps until the pipeline drains, each time
+        for count in counts:
+            self.checkpoints.look_ahead(done + count)
             if self.job.windows:
                 self._stream(done, count)
             else:
@@ -188,6 +191,10 @@ class Worker(Observer):
                     self.async_sgd.end(done)
             done += count
             self._between_steps(done)
+            if done == self.checkpoints.stop_at and done < steps:
+                self.checkpoints.finish()
+                self._stopped = done
+                return
         if self.job.start == steps:  # all of them were done before
             self._between_steps(done)
         self.checkpoints.finish()

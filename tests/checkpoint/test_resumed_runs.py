@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command import Engine, engine  # noqa: F401
-from harness import equal
+from command import LIMIT_S, Engine, engine, engine_process  # noqa: F401
+from harness import equal, run_threads
 from safetensors.torch import load_file
+from test_resume import at, wanted
+
+from engine.checkpoint import store
+from engine.checkpoint.keeper import Keeper
+from engine.checkpoint.names import FOLDER
+from engine.job import Job
+from engine.launch.ending import Ending
+from engine.launch.launch import in_threads
+from engine.prepare.prepare import prepare
+from engine.settings import CheckpointSettings, Eval
+from engine.telemetry.records import Record
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of tensorboard's own imports
@@ -96,3 +110,63 @@ def test_a_run_without_a_whole_checkpoint_is_refused(engine: Engine, tmp_path: P
     assert "none of its checkpoints is whole" in engine(*TINY, "resume=run").err
     assert "holds a run already" in engine(*TINY, "hydra.run.dir=run").err
     assert (folder / "config.json").read_text() == "{}"
+
+
+class Asking:
+    """A record listener that asks the run to end when it hears of a step."""
+
+    def __init__(self, job: Job, step: int, keeper: Keeper) -> None:
+        self.ending, self.step, self.keeper = Ending(job, lambda record: None), step, keeper
+        self.steps: set[int] = set()
+        self.asked = False
+
+    def __call__(self, record: Record) -> None:
+        if record.kind == "step":
+            self.steps.add(record.meta["step"])
+            if record.meta["step"] == self.step and not self.asked:
+                self.asked = self.ending.ask(signal.SIGTERM)
+        self.keeper(record)
+
+
+@pytest.mark.parametrize(("schedule", "replicas"), [("1f1b", 1), ("gpipe", 2), ("pipedream_2bw", 1)])
+def test_a_run_that_is_asked_to_end_saves_and_ends_on_all_ranks(
+    schedule: str, replicas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    every = CheckpointSettings(every_steps=3 if schedule == "pipedream_2bw" else 10**6)
+    asked = wanted(schedule, 2, 2, replicas, steps=60, lr_scheduler=None, checkpoint=every, eval=Eval(every=0))
+    asked = replace(asked, data={"_target_": "toys.Tokens"})
+    job = prepare(asked, ".", ".")
+    keeper = Keeper(job, Path(), {}, dict, lambda level, text: None)
+    keeper.begin()
+    heard = Asking(job, 4, keeper)
+    outcome = in_threads(job, heard)
+    keeper.close()
+    assert (outcome.status, outcome.exit_code) == ("interrupted", 75), outcome
+    (last, *_) = store.steps_of(Path(FOLDER))
+    assert f"ended after {last} steps" in str(outcome.error) and heard.steps == set(range(last))
+    assert 5 <= last < 60
+    assert not [path.name for path in Path(FOLDER).iterdir() if path.name.startswith(".")]
+    assert not heard.ending.ask(signal.SIGTERM)  # the second ends it now
+    found = run_threads(asked, resumed=at(last))
+    assert equal(found.state(), run_threads(asked).state())
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_sigterm_saves_and_the_next_job_goes_on(engine: Engine, tmp_path: Path) -> None:  # noqa: F811
+    arguments = [word for word in TINY if not word.startswith(("launch", "checkpoint"))]
+    arguments += ["checkpoint.every_steps=1000000", "hydra.run.dir=run", "resume=auto", "eval.every=0"]
+    process = engine_process([*arguments, "train.steps=1000000"], tmp_path)
+    log = tmp_path / "run" / "engine.log"
+    deadline = time.monotonic() + LIMIT_S
+    while not (log.exists() and "ready" in log.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 75 and "as it was asked to; resume=FOLDER goes on" in err, err
+    (step,) = store.steps_of(tmp_path / "run" / FOLDER)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "interrupted"
+    said = engine(*arguments, "launch=threads", f"train.steps={step + 2}")
+    assert said.code == 0, said.err
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == step + 2
