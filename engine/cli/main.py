@@ -54,9 +54,8 @@ def main() -> int:
     logging.getLogger().setLevel(logging.INFO)
     with forgiving():
         if asked_for_version(sys.argv[1:]):
-            print(
-                f"pipeline-engine {version('hydra-pipeline-engine')} (hydra-core {version('hydra-core')}, torch {version('torch')})"
-            )
+            own, hydra, torch = (version(name) for name in ("hydra-pipeline-engine", "hydra-core", "torch"))
+            print(f"pipeline-engine {own} (hydra-core {hydra}, torch {torch})")
             return 0
         try:
             environment.keep_sockets_short()
