@@ -75,6 +75,8 @@ class Job:
     windows: tuple[int, ...] = ()  # of an asynchronous schedule: how many updates lie between its drains
     streams: dict[tuple[int, ...], Program] = field(default_factory=dict)  # micro-batches of updates -> lowered program
     random_loss: bool = False  # the loss may draw random numbers: it is seeded before each call
+    start: int = 0  # steps done before: those of the checkpoint that the run goes on from
+    resumed: str | None = None  # its folder
     start_dir: str = "."
     run_dir: str = "."
 

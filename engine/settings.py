@@ -87,6 +87,11 @@ class AllReduceSettings:
     group_size: int | None = key(
         None, "of hierarchical: replicas per host; null: as many as the launcher's hosts hold", at_least=1
     )
+    shared_buckets: str = key(
+        "auto",
+        "auto: with transport=shared_memory replicas read gradients where the others have them; never: from copies",
+        choices=("auto", "never"),
+    )
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,29 @@ class Init:
     strict: bool = key(
         True, "false: names and shapes that do not match are listed, and left as they are drawn; true: refused"
     )
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """Section `checkpoint`: when the whole training state is stored, to go on from."""
+
+    every_steps: int | None = key(None, "optimizer steps between checkpoints; null: none for that reason", at_least=1)
+    every_minutes: float | None = key(None, "minutes between checkpoints; null: none for that reason", above=0)
+    every_epochs: int | None = key(None, "epochs between checkpoints; null: none for that reason", at_least=1)
+    keep: int = key(2, "the newest checkpoints that are kept", at_least=1)
+    best: bool = key(
+        False, "true: also make one after each evaluation with the lowest loss so far, and keep the last of these"
+    )
+    on_failure: str = key(
+        "warn",
+        "what a checkpoint that cannot be made means. warn: it is reported, and training goes on; stop: the run fails",
+        choices=("warn", "stop"),
+    )
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the run makes any."""
+        return self.best or any(each is not None for each in (self.every_steps, self.every_minutes, self.every_epochs))
 
 
 @dataclass(frozen=True)
@@ -228,6 +256,11 @@ class Settings:
         choices=("none",),
         later=("all", "full", "selective"),
     )
+    resume: str | None = key(
+        None,
+        "go on from the newest whole checkpoint of a run: its folder, in which the run goes on; auto: of the folder "
+        "that hydra.run.dir names, where it has one, else begin",
+    )
     save: str = key(
         "final",
         "which weights the run leaves as model.safetensors. final: the last ones; best: those of the evaluation with "
@@ -255,6 +288,7 @@ class Settings:
     train: Train = field(default_factory=Train)
     eval: Eval = field(default_factory=Eval)
     init: Init = field(default_factory=Init)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     trace: Trace = field(default_factory=Trace)
     delay: Delay = field(default_factory=Delay)
     plan: PlanSettings = field(default_factory=PlanSettings)

@@ -176,6 +176,7 @@ def check(settings: Settings) -> None:
     _check_objective(settings)
     _check_delay(settings)
     _check_init(settings)
+    _check_checkpoints(settings)
     if settings.starts_ranks:
         _check_batch(settings)
         _check_targets(settings)
@@ -232,6 +233,25 @@ def _check_init(settings: Settings) -> None:
     parse_prefixes(settings.init.prefix)
     if settings.mode == "evaluate" and settings.init.weights is None:
         raise ValueError("mode=evaluate evaluates stored weights: give init.weights=FILE, or the folder of a run")
+
+
+def _check_checkpoints(settings: Settings) -> None:
+    """Refuse checkpoints where there is no moment at which all ranks have the same state."""
+    wanted, name = settings.checkpoint, settings.schedule["name"]
+    if settings.data_parallel.asynchronous and (wanted.wanted or settings.resume is not None):
+        raise ValueError(
+            "checkpoints of data_parallel.mode=async are not possible: what its servers and pushes hold is not stored; "
+            "leave checkpoint and resume out (save=final keeps the weights), or use data_parallel.mode=sync"
+        )
+    if wanted.every_minutes is not None and SCHEDULES[name].stream is not None:
+        raise ValueError(
+            f"checkpoint.every_minutes={wanted.every_minutes:g} is not possible with schedule {name}, which drains for "
+            "a checkpoint, at steps that must be known before: use checkpoint.every_steps or every_epochs"
+        )
+    if settings.resume is not None and settings.mode != "train":
+        raise ValueError(f"resume={settings.resume} goes on training: leave it out with mode={settings.mode}")
+    if settings.resume is not None and settings.init.weights is not None:
+        raise ValueError("resume takes its weights from the checkpoint: leave init.weights out, or resume")
 
 
 def _check_split(path: str, split: Any) -> None:

@@ -28,9 +28,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from engine import __version__, environment
+from engine import environment
 from engine.cli import run
 from engine.cli.arguments import UsageError, asked_for_version, flags_first
+from engine.cli.attempts import CONFIG_NAME, going_on
 from engine.cli.composition import register_resolvers, run_dir, targets
 from engine.cli.config import CONF, load
 from engine.cli.hydra_errors import check_groups, explain
@@ -53,7 +54,8 @@ def main() -> int:
     logging.getLogger().setLevel(logging.INFO)
     with forgiving():
         if asked_for_version(sys.argv[1:]):
-            print(f"pipeline-engine {__version__} (hydra-core {version('hydra-core')}, torch {version('torch')})")
+            own, hydra, torch = (version(name) for name in ("hydra-pipeline-engine", "hydra-core", "torch"))
+            print(f"pipeline-engine {own} (hydra-core {hydra}, torch {torch})")
             return 0
         try:
             environment.keep_sockets_short()
@@ -122,7 +124,7 @@ def _compose() -> int:
         try:
             with interrupt.raising():
                 _check_start()
-                sys.argv[1:] = flags_first(sys.argv[1:])
+                sys.argv[1:] = going_on(flags_first(sys.argv[1:]))
                 check_groups(sys.argv[1:])
                 hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(_job)()
         except KeyboardInterrupt as error:
@@ -173,7 +175,8 @@ def _job(config: DictConfig) -> float:
     Raises only what is meant for the whole sweep: an interruption, and the failure that is to stop it.
     """
     runtime = HydraConfig.get().runtime
-    outcome = run.refuse_used(Path(runtime.output_dir)) or _outcome(config, runtime.cwd, runtime.output_dir)
+    resume, folder = config.get("resume"), Path(runtime.output_dir)
+    outcome = run.refuse_used(folder, Path(runtime.cwd), resume) or _outcome(config, runtime.cwd, runtime.output_dir)
     if outcome.status == "interrupted":
         _compared()
         raise Interrupted(outcome.exit_code - 128, outcome.error)
@@ -256,5 +259,5 @@ class SweepTable(Callback):
 
 def _code(row: Row, folder: Path) -> int:
     """Return the exit code of a job that another process ran."""
-    refused = row["status"] == "failed" and not (folder / row["job"] / run.CONFIG_NAME).exists()
+    refused = row["status"] == "failed" and not (folder / row["job"] / CONFIG_NAME).exists()
     return 0 if row["status"] == "completed" else run.REFUSED if refused else 1

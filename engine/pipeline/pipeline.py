@@ -128,9 +128,7 @@ class Pipeline(Runner):
         if prints is not None:
             check_equal(given, prints, self._sum)
         self._microbatches = SCHEDULES[schedule].per_update(microbatches)
-        self.whole_state = WholeState(
-            self.stages, self.tables.placement, prepared.transport, prepared.connections.label
-        )
+        self._state = WholeState(self.stages, self.tables.placement, prepared.transport, prepared.connections.label)
         self._done = 0  # steps
         self._closed = False
 
@@ -255,7 +253,7 @@ class Pipeline(Runner):
         """
         self._check_open()
         self.updater.all_ready()
-        return self.whole_state.gather()
+        return self._state.gather()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> _IncompatibleKeys:
         """Copy a state of the whole model, as `state_dict` gives it, into the stages of this rank; all ranks call it.
@@ -264,7 +262,7 @@ class Pipeline(Runner):
         """
         self._check_open()
         self.updater.all_ready()
-        return self.whole_state.load(state_dict, strict)
+        return self._state.load(state_dict, strict)
 
     def train(self, mode: bool = True) -> Self:
         """Put the modules of this rank into training mode, or with False into evaluation mode."""

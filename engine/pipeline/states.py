@@ -35,25 +35,13 @@ class WholeState:
             self._group = Group(self._transport, ranks, self._label)
         return self._group
 
-    def gather(self, keep: bool = True) -> dict[str, Any]:
-        """Name -> a copy on the CPU, in the order of the model: what the first copies of replica 0 hold.
-
-        A rank that is not to `keep` it, and gets an empty one, has one stage at a time in memory.
-        """
+    def gather(self) -> dict[str, Any]:
+        """Name -> a copy on the CPU, in the order of the model: what the first copies of replica 0 hold."""
         state: dict[str, Any] = {}
         for stage in range(self._placement.stages):
             own = self._stages[stage].state_dict() if self._owns(stage) else {}
-            found = self._from_owner(stage, {name: _copy(value) for name, value in own.items()})
-            state |= found if keep else {}
+            state |= self._from_owner(stage, {name: _copy(value) for name, value in own.items()})
         return state
-
-    def add_up(self, table: Tensor) -> Tensor:
-        """The sum of a small tensor over all ranks, the same on each."""
-        if self._transport.world > 1:
-            here = table.to(self._transport.device)
-            self._everybody().collective.all_reduce(here)
-            table.copy_(here)
-        return table
 
     def load(self, state: Mapping[str, Any], strict: bool) -> _IncompatibleKeys:
         """Copy what of `state` is this rank's; the names that are missing and that are unknown."""

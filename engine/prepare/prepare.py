@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from engine.checkpoint.resume import check
+from engine.checkpoint.store import Checkpoint
 from engine.job import Job, MessageSpec
 from engine.pipeline.batches.microbatch import passes, sizes
 from engine.pipeline.inspection.changes import check_changes, check_synchronised
@@ -34,7 +36,7 @@ from engine.prepare.devices import choose
 from engine.prepare.dry_run import Sample, length_of, sample_of, try_loss, try_update
 from engine.settings import Settings
 from engine.targets import blaming, locate, prepare_import_path
-from engine.training.async_window import stream_programs, window_lengths
+from engine.training.async_window import drains_of, stream_programs, window_lengths
 from engine.training.build import DTYPES, autocast_of, model_layers
 from engine.training.connect import transport_of
 from engine.training.connections import check_open_files, connections
@@ -50,8 +52,11 @@ from engine.weights.model_file import unstorable
 log = logging.getLogger(__name__)
 
 
-def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
-    """The job that `settings` describe. Raises ValueError for every mistake found; starts nothing."""
+def prepare(settings: Settings, start_dir: str, run_dir: str, resumed: Checkpoint | None = None) -> Job:
+    """The job that `settings` describe, from the start or from a checkpoint on.
+
+    Raises ValueError for every mistake found; starts nothing.
+    """
     put_off()
     prepare_import_path(start_dir)
     settings = grouped(replace(settings, device=choose(settings, os.environ, torch.cuda.device_count())))
@@ -71,6 +76,7 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
         model = FakeModel(lambda: model_layers(settings.model), device, dtype, autocast_of(settings.precision, device))
     _check_weights(settings, model, lengths, start_dir)
     settings = replace(settings, lr_scheduler=whole_run(settings, lengths["train"]))
+    start = _check_resumed(resumed, settings, model, lengths["train"])
     split = choose_split(settings, model, compute.placement.stages)
     pieces = {
         "train": _training_pieces(settings, programs, lengths["train"]),
@@ -87,7 +93,7 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
         random_loss = _try_parts(settings, model, loss, lengths, items, boundaries)
         _check_additive(settings, model, loss, items["train"], data)
     if compute.asynchronous:
-        training = _without_drains(settings, programs, lengths["train"], lengths["eval"])
+        training = _without_drains(settings, programs, lengths["train"], lengths["eval"] > 0, start)
     else:
         training = _step_by_step(settings, programs, {len(piece) for piece in pieces["train"]})
     forward = programs.evaluations()
@@ -101,6 +107,8 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
         evaluations={count: forward[count] for count in {len(piece) for piece in pieces["eval"]}},
         boundaries=boundaries,
         random_loss=random_loss,
+        start=start,
+        resumed=None if resumed is None else str(resumed.folder.absolute()),
         start_dir=start_dir,
         run_dir=run_dir,
         **training,
@@ -118,6 +126,8 @@ def _check_weights(settings: Settings, model: FakeModel, lengths: Mapping[str, i
         raise ValueError("mode=evaluate needs held-out samples: give data.evaluation, as conf/data/digits.yaml does")
     state = model.state
     check_weights(settings.init, start_dir, state)
+    if settings.checkpoint.best and not evaluates:
+        raise ValueError("checkpoint.best=true needs evaluations: give data.evaluation, and eval.every above 0 or null")
     if settings.mode != "train" or settings.save == "never":
         return
     if settings.save == "best" and not evaluates:
@@ -152,13 +162,30 @@ def _step_by_step(settings: Settings, programs: StepPrograms, microbatches: Iter
     }
 
 
-def _without_drains(settings: Settings, programs: StepPrograms, samples: int, eval_samples: int) -> dict[str, Any]:
+def _without_drains(
+    settings: Settings, programs: StepPrograms, samples: int, evaluates: bool, start: int
+) -> dict[str, Any]:
     """What a job holds of an asynchronous schedule: a program for each window between two drains."""
     batches = _batches(settings, samples)
-    windows = window_lengths(_steps(settings, batches), settings.eval.every if eval_samples else None)
-    streams = stream_programs(settings, programs, batches, windows)
+    steps, drains = _steps(settings, batches), drains_of(settings, batches, evaluates)
+    windows = window_lengths(steps, drains, start)
+    # Where all steps are done there is nothing to run, and the last one's program stands for those that ran.
+    streams = stream_programs(settings, programs, batches, windows or (1,), min(start, steps - 1))
     first = programs.stream(next(iter(streams)))
     return {"compute": first, "steps": {}, "passes": {}, "windows": windows, "streams": streams}
+
+
+def _check_resumed(resumed: Checkpoint | None, settings: Settings, model: FakeModel, samples: int) -> int:
+    """Steps done before; ValueError where the run cannot go on from there."""
+    if resumed is None:
+        return 0
+    parameters = {
+        f"{name}.{key}": tuple(parameter.shape)
+        for name, module in zip(model.names, model.modules, strict=True)
+        for key, parameter in module.named_parameters()
+    }
+    check(resumed.manifest, settings, _steps(settings, _batches(settings, samples)), samples, parameters)
+    return resumed.manifest.step
 
 
 def sized_model(config: Mapping[str, Any], placement: Placement) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.files import UnwritableError
+from engine.files import UnwritableError, sync_folder
 from engine.weights.names import listed
 
 # What the format has a word for.
@@ -58,13 +58,3 @@ def _save(state: dict[str, Tensor], path: Path, metadata: Mapping[str, str]) -> 
         save_file(state, path, {"format": "pt", **metadata})
     except SafetensorError as error:  # its words for what the system said
         raise OSError(0, str(error)) from error
-
-
-def sync_folder(folder: Path) -> None:
-    """Bring a folder's entries to the disk, where the system can."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

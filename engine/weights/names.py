@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+MODEL = "model.safetensors"  # what a run leaves
 MOST_NAMED = 5
 COUNTER = "num_batches_tracked"  # BatchNorm's counter, which older files do not have; it then begins at 0
 

@@ -22,9 +22,8 @@ from torch import Tensor
 
 from engine.errors import said
 from engine.files import read_json
-from engine.weights.names import Shape, listed
+from engine.weights.names import MODEL, Shape, listed
 
-MODEL = "model.safetensors"
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 INSIDE = ("state_dict", "model_state_dict", "model")  # where checkpoints of others keep the model's state
 

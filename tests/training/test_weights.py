@@ -25,8 +25,8 @@ from engine.settings import AllReduceSettings, DataParallelSettings, Eval, Init,
 from engine.training.build import model_layers
 from engine.weights import source
 from engine.weights.model_file import write_tensors
-from engine.weights.names import match, parse_prefixes, renamed, suggestion
-from engine.weights.source import MODEL, open_weights
+from engine.weights.names import MODEL, match, parse_prefixes, renamed, suggestion
+from engine.weights.source import open_weights
 from models import resnet
 
 STILL = {"_target_": "torch.optim.SGD", "lr": 0.0}
