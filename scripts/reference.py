@@ -207,10 +207,10 @@ left out with `data.drop_last=true`.
 sweep each alternative is a list of its own: `-m 'partition.split=[layer2],[layer3]'`. A value with a comma in it gets
 quotes inside the quotes: `'data.path="a, b"'`.
 
-**Exit codes.** 0: all well. 1: a run failed. 2: the configuration was refused and nothing was started. 75: a signal asked
-the run to end, and it saved before ([checkpoints](checkpoints.md)). 128 + n: ended by signal n (Ctrl-C: 130). Of a
-sweep: 0 where every job was well, 2 where every job was refused, else 1. The last line on the screen is the reason, and
-it is in `error.txt`.
+**Exit codes.** 0: all well. 1: a run failed. 2: the configuration was refused and nothing was started. 75: a signal
+asked the run to end, and it saved before ([checkpoints](checkpoints.md)). 128 + n: ended by signal n (Ctrl-C: 130). Of
+a sweep: 0 where every job was well, 2 where every job was refused, else 1. The last line on the screen is the reason,
+and it is in `error.txt`.
 
 **Output.** Nobody has to read it: `| head`, a closed terminal or `nohup ... &` do not end a run. A run folder that was
 deleted, or whose disk is full, does. A folder that holds a run already is refused.
