@@ -87,6 +87,11 @@ class AllReduceSettings:
     group_size: int | None = key(
         None, "of hierarchical: replicas per host; null: as many as the launcher's hosts hold", at_least=1
     )
+    shared_buckets: str = key(
+        "auto",
+        "auto: with transport=shared_memory replicas read gradients where the others have them; never: from copies",
+        choices=("auto", "never"),
+    )
 
 
 @dataclass(frozen=True)

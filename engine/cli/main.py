@@ -28,7 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from engine import __version__, environment
+from engine import environment
 from engine.cli import run
 from engine.cli.arguments import UsageError, asked_for_version, flags_first
 from engine.cli.attempts import CONFIG_NAME, going_on
@@ -54,7 +54,8 @@ def main() -> int:
     logging.getLogger().setLevel(logging.INFO)
     with forgiving():
         if asked_for_version(sys.argv[1:]):
-            print(f"pipeline-engine {__version__} (hydra-core {version('hydra-core')}, torch {version('torch')})")
+            own, hydra, torch = (version(name) for name in ("hydra-pipeline-engine", "hydra-core", "torch"))
+            print(f"pipeline-engine {own} (hydra-core {hydra}, torch {torch})")
             return 0
         try:
             environment.keep_sockets_short()
