@@ -93,14 +93,15 @@ def rates(ran: Ran) -> dict[int, float]:
     return {record.meta["step"]: lr for record in ran.of("step") if (lr := record.meta["lr"]) is not None}
 
 
-@pytest.mark.slow(keep=4)
+@pytest.mark.slow(keep=3, most=6)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_going_on_is_bitwise_what_going_through_is(layout: str) -> None:
     asked = LAYOUTS[layout]
     whole = run_threads(asked)
     keep(whole)
     assert store.steps_of(Path(FOLDER)) == [7, 6, 5, 4, 3, 2, 1]
-    for step in (1, 3, 7):  # in the middle of an epoch; at its end, after an evaluation; at the run's end
+    # In the middle of an epoch; at its end, after an evaluation; at the run's end.
+    for step in (1, 3, 7) if layout == "dropout" else (3, 7):
         again = run_threads(asked, resumed=at(step))
         for replica in range(asked.data_parallel.replicas):
             assert equal(again.state(replica), whole.state(replica)), step
@@ -109,7 +110,7 @@ def test_going_on_is_bitwise_what_going_through_is(layout: str) -> None:
         assert rates(again) == {at: rate for at, rate in rates(whole).items() if at >= step}
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=2, most=6)
 @pytest.mark.parametrize(
     "other",
     [

@@ -59,7 +59,7 @@ def plain_module(wanted: Settings) -> nn.Module:
     return nn.Sequential(OrderedDict((name, make().double()) for name, make in model_layers(wanted.model)))
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=2, most=5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_a_run_leaves_is_the_state_of_the_plain_module(layout: str) -> None:
     wanted = replace(LAYOUTS[layout], save="final")
@@ -71,7 +71,7 @@ def test_what_a_run_leaves_is_the_state_of_the_plain_module(layout: str) -> None
     plain_module(wanted).load_state_dict(left, strict=True)
 
 
-@pytest.mark.slow(keep=3)
+@pytest.mark.slow(keep=2, most=5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_begins_with_the_weights_it_is_given(layout: str) -> None:
     """A rate of 0 leaves them as they are, to the last bit, whatever the layout."""
