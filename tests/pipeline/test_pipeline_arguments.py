@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,13 @@ BAD: dict[str, list[Any]] = {
     "autocast": ["bf16", torch.int8, 16],
     "seed": [None, "x", -1, 1.5, True],
 }
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    """No world is left to other tests, where one was alone in this process."""
+    yield
+    engine.shutdown()
 
 
 def layers() -> nn.Sequential:
