@@ -1,4 +1,7 @@
-"""The layers of a model: an nn.Sequential taken apart, or a list. Each rank builds, or keeps, those of its stages."""
+"""The layers of a model: an nn.Sequential taken apart, a list, or any module that is cut (`cutting`).
+
+Each rank builds, or keeps, those of its stages.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from engine.errors import a_type
-from engine.pipeline.dtypes import cast
+from engine.pipeline.cutting.cut import cut
+from engine.pipeline.cutting.recording import key_of
+from engine.pipeline.dtypes import cast, in_precision
 from engine.pipeline.modes import begin_training
 from engine.pipeline.seeds import building
 
 Factory = Callable[[], nn.Module]
-Given = nn.Sequential | Sequence[nn.Module | tuple[str, nn.Module | Factory]]
+Given = nn.Module | Sequence[nn.Module | tuple[str, nn.Module | Factory]]
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -38,20 +44,55 @@ class GivenLayer(NamedTuple):
         return module
 
 
-def layers_of(given: Given) -> list[GivenLayer]:
+def layers_of(
+    given: Given,
+    example: Any = None,
+    split: Sequence[str] = (),
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[GivenLayer]:
     """The layers of an nn.Sequential, of a list of modules, or of (name, module) or (name, factory) pairs.
 
-    Names are those of the unsplit model: a module without one is called by its position, as in nn.Sequential.
-    ValueError for anything else, and for an nn.Sequential that does more than to run its children one after another.
+    Any other module is cut, for inputs like `example`, on `device` and in precision `dtype`; `split` names submodules
+    at which it must be possible. Names are those of the unsplit model: a module without one is called by its position,
+    as in nn.Sequential. ValueError for anything else, and for a module that cannot be cut.
     """
-    if isinstance(given, nn.Sequential):
-        return [GivenLayer(name, child, None) for name, child in children_of(given, "layers is", "give")]
-    if isinstance(given, nn.Module) or not isinstance(given, Sequence) or isinstance(given, str) or not given:
+    if is_chain(given) or (isinstance(given, nn.Sequential) and example is None):
+        return [GivenLayer(name, child, None) for name, child in children_of(given, "layers is", "give")]  # type: ignore[arg-type]
+    if isinstance(given, nn.Module):
+        if example is None:
+            raise ValueError(
+                f"layers is {a_type(given)}, which is cut by following its forward: give example=, an input as in a "
+                "batch (its shapes count, not its values); or give an nn.Sequential, or a list of modules, of (name, "
+                "module), or of (name, function that builds the module)"
+            )
+        key = key_of(pytree.tree_map(lambda leaf: _in_precision(leaf, dtype), example), training=True)
+        return [GivenLayer(name, part, None) for name, part in parts_of(given, key, split, device, dtype)]
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise ValueError(
-            f"layers is {a_type(given) if given != [] else 'an empty list'}; give an nn.Sequential, or a list of "
-            "modules, of (name, module), or of (name, function that builds the module)"
+            f"layers is {a_type(given) if given != [] else 'an empty list'}; give a module, or a list of modules, of "
+            "(name, module), or of (name, function that builds the module)"
         )
     return [_layer(number, item) for number, item in enumerate(given)]
+
+
+def is_chain(given: Any) -> bool:
+    """Whether it is a container that only runs its children one after another."""
+    return isinstance(given, nn.Sequential) and not _beyond_children(given)
+
+
+def parts_of(
+    module: nn.Module, key: str, split: Sequence[str], device: torch.device | None, dtype: torch.dtype | None
+) -> list[tuple[str, nn.Module]]:
+    """The layers of a module that is cut for inputs like the one of `key` (`cutting.recording.key_of`)."""
+    on = torch.device("cpu") if device is None else device
+    return list(cut(module, key, split, lambda whole: _copied(whole, {}, on, dtype), on))
+
+
+def _in_precision(leaf: Any, dtype: torch.dtype | None) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty(leaf.shape, dtype=in_precision(leaf.dtype, dtype), device="meta")
 
 
 def _layer(number: int, item: Any) -> GivenLayer:
@@ -105,17 +146,20 @@ def fakes_of(given: Iterable[GivenLayer]) -> list[tuple[str, Factory]]:
     Weights that several layers share are shared by the copies too.
     """
     memo: dict[int, Any] = {}
-
-    def fake(module: nn.Module) -> nn.Module:
-        for tensor in _tensors(module):
-            if id(tensor) not in memo:
-                memo[id(tensor)] = _without_data(tensor)
-        return copy.deepcopy(module, memo)
-
     return [
-        (name, factory if module is None else lambda module=module: fake(module))  # type: ignore[misc]
+        (name, factory if module is None else lambda module=module: _copied(module, memo))  # type: ignore[misc]
         for name, module, factory in given
     ]
+
+
+def _copied(
+    module: nn.Module, memo: dict[int, Any], device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> nn.Module:
+    """A copy without data; what shares a tensor with what is copied with the same `memo` shares its copy."""
+    for tensor in _tensors(module):
+        if id(tensor) not in memo:
+            memo[id(tensor)] = _without_data(tensor, device or tensor.device, in_precision(tensor.dtype, dtype))
+    return copy.deepcopy(module, memo)
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -126,8 +170,8 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
         yield from (value for value in vars(part).values() if isinstance(value, Tensor))
 
 
-def _without_data(tensor: Tensor) -> Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+def _without_data(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad)

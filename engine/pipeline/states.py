@@ -56,7 +56,7 @@ class WholeState:
             raise ValueError(f"the state {' and '.join(parts)}: load that of the same model, or give strict=False")
         for held in self._stages.values():
             for layer in held.layers:
-                names = {f"{layer.name}.{key}": key for key in layer.module.state_dict()}
+                names = {f"{layer.prefix}{key}": key for key in layer.module.state_dict()}
                 own = {key: state[name] for name, key in names.items() if name in state}
                 with refusing(lambda error: f"layer {layer.name!r} does not take its state: {said(error)}"):  # noqa: B023
                     layer.module.load_state_dict(own, strict=False)

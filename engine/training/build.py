@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from engine.errors import a_type
 from engine.job import Job
-from engine.pipeline.layers import children_of
+from engine.pipeline.layers import children_of, is_chain, parts_of
 from engine.settings import Settings
 from engine.targets import build
 
@@ -19,24 +19,35 @@ _ENGINE_KEYS = ("loss", "loss_additive", "split", "overlap")  # of `model`: not 
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 
-def model_layers(config: Mapping[str, Any]) -> list[tuple[str, Callable[[], nn.Module]]]:
+def model_layers(
+    config: Mapping[str, Any],
+    example: str = "",
+    split: Sequence[str] = (),
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[tuple[str, Callable[[], nn.Module]]]:
     """The ordered layers that `model._target_` describes: (dotted name, factory).
 
-    An `nn.Sequential` is taken apart into its children, where running these one after another is all that it does.
-    ValueError for anything else.
+    An `nn.Sequential` is taken apart into its children, where running these one after another is all that it does. Any
+    other module is cut for inputs like the one of `example` (see `layers_of`). ValueError for anything else.
     """
     keywords = {key: value for key, value in config.items() if key not in _ENGINE_KEYS}
     made = build(keywords, where="model")
     where = f"model._target_ {config.get('_target_')} returned"
-    if isinstance(made, nn.Sequential):
-        return [(name, lambda child=child: child) for name, child in children_of(made, where, "return")]  # type: ignore[misc]
+    if isinstance(made, nn.Module):
+        if is_chain(made) or not example:
+            children = children_of(made, where, "return") if isinstance(made, nn.Sequential) else [("whole", made)]
+        else:
+            opened = [*(config.get("split") or ()), *split]
+            children = parts_of(made, example, opened, device, dtype)
+        return [(name, lambda child=child: child) for name, child in children]  # type: ignore[misc]
     layers = list(made) if isinstance(made, list | tuple) else []
     if made == []:
         raise ValueError(f"{where} an empty list: a model has layers")
     if not layers or not all(isinstance(x, tuple) and len(x) == 2 and callable(x[1]) for x in layers):
         raise ValueError(
             f"{where} {a_type(made)}; "
-            "it must return an nn.Sequential or a list of (dotted name, function that builds the layer)"
+            "it must return a module, or a list of (dotted name, function that builds the layer)"
         )
     return layers
 

@@ -16,6 +16,7 @@ from engine.gradients.servers.pushes import PushReducer
 from engine.job import Job
 from engine.pipeline import communicators
 from engine.pipeline.communicators import Connections
+from engine.pipeline.ties import stage_sets
 from engine.training.connect import transport_of
 from engine.training.replicas.reduction import collective_of
 from engine.training.replicas.sharding import division_of
@@ -34,7 +35,8 @@ def connections(job: Job) -> Connections:
     programs = [*job.steps.values(), *job.streams.values(), *job.evaluations.values()]
     kind_of, edges_of = partial(collective_of, settings), partial(_reduction_edges, job)
     divided = division_of(settings) is not None
-    return communicators.connections(programs, job.placement, job.replicas, kind_of, edges_of, divided)
+    tied = stage_sets(job.ties, job.split)
+    return communicators.connections(programs, job.placement, job.replicas, kind_of, edges_of, divided, tied=tied)
 
 
 def _reduction_edges(job: Job, kind: type[Collective], members: Sequence[int], label: str) -> list[Edge]:

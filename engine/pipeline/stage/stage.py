@@ -37,6 +37,11 @@ class StageLayer(NamedTuple):
     name: str
     module: nn.Module
 
+    @property
+    def prefix(self) -> str:
+        """What stands before the names of the module's tensors in those of the unsplit model."""
+        return "" if getattr(self.module, "_whole_names", False) else f"{self.name}."
+
 
 class Draw(NamedTuple):
     """What a forward's random numbers depend on, besides the run's seed and the layer."""
@@ -107,11 +112,15 @@ class Stage:
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers under their full names; the tensors themselves, no copies."""
         return {
-            f"{layer.name}.{key}": value for layer in self.layers for key, value in layer.module.state_dict().items()
+            f"{layer.prefix}{key}": value for layer in self.layers for key, value in layer.module.state_dict().items()
         }
 
     def _named(self, what: str) -> list[tuple[str, Any]]:
-        return [(f"{layer.name}.{key}", value) for layer in self.layers for key, value in getattr(layer.module, what)()]
+        every = [
+            (f"{layer.prefix}{key}", value) for layer in self.layers for key, value in getattr(layer.module, what)()
+        ]
+        first = {id(value): name for name, value in reversed(every)}  # layers may share tensors
+        return [(name, value) for name, value in every if first[id(value)] == name]
 
     def run(self, value: Any, draw: Draw | None) -> Any:
         """The output of the layers, run one after another; `draw` is None in evaluation."""
