@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from engine.errors import a_type
-from engine.pipeline.cutting.cut import cut
+from engine.pipeline.cutting.cut import beyond, cut
 from engine.pipeline.cutting.recording import key_of
 from engine.pipeline.dtypes import cast, in_precision
 from engine.pipeline.modes import begin_training
@@ -22,7 +22,6 @@ from engine.pipeline.seeds import building
 
 Factory = Callable[[], nn.Module]
 Given = nn.Module | Sequence[nn.Module | tuple[str, nn.Module | Factory]]
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class GivenLayer(NamedTuple):
@@ -57,8 +56,8 @@ def layers_of(
     at which it must be possible. Names are those of the unsplit model: a module without one is called by its position,
     as in nn.Sequential. ValueError for anything else, and for a module that cannot be cut.
     """
-    if is_chain(given) or (isinstance(given, nn.Sequential) and example is None):
-        return [GivenLayer(name, child, None) for name, child in children_of(given, "layers is", "give")]  # type: ignore[arg-type]
+    if isinstance(given, nn.Sequential) and (example is None or not is_cut(given)):
+        return [GivenLayer(name, child, None) for name, child in children_of(given, "layers is", "give")]
     if isinstance(given, nn.Module):
         if example is None:
             raise ValueError(
@@ -76,9 +75,9 @@ def layers_of(
     return [_layer(number, item) for number, item in enumerate(given)]
 
 
-def is_chain(given: Any) -> bool:
-    """Whether it is a container that only runs its children one after another."""
-    return isinstance(given, nn.Sequential) and not _beyond_children(given)
+def is_cut(given: nn.Module) -> bool:
+    """Whether a module is cut by following its forward: an nn.Sequential only where it has one worth following."""
+    return not isinstance(given, nn.Sequential) or bool(_beyond_children(given) and not beyond(given))
 
 
 def parts_of(
@@ -87,6 +86,11 @@ def parts_of(
     """The layers of a module that is cut for inputs like the one of `key` (`cutting.recording.key_of`)."""
     on = torch.device("cpu") if device is None else device
     return list(cut(module, key, split, lambda whole: _copied(whole, {}, on, dtype), on))
+
+
+def without_data(module: nn.Module) -> nn.Module:
+    """A copy of a module under FakeTensorMode."""
+    return _copied(module, {})
 
 
 def _in_precision(leaf: Any, dtype: torch.dtype | None) -> Any:
@@ -112,7 +116,7 @@ def children_of(made: nn.Sequential, where: str, remedy: str) -> list[tuple[str,
 
     ValueError for any other: it begins with `where`, and asks to `remedy` (give, return) a list.
     """
-    if more := _beyond_children(made):
+    if more := beyond(made) or _beyond_children(made):
         raise ValueError(
             f"{where} {a_type(made)} with {more}, which is lost where its children run on different ranks: {remedy} a "
             "list of (dotted name, function that builds the layer) instead, with that inside a layer"
@@ -125,16 +129,9 @@ def children_of(made: nn.Sequential, where: str, remedy: str) -> list[tuple[str,
 def _beyond_children(made: nn.Sequential) -> str:
     """What a container does besides running its children one after another, in words; empty where nothing."""
     kind = type(made)
-    for name, own in (
-        *(("forward", nn.Sequential), ("__iter__", nn.Sequential)),
-        *(("__call__", nn.Module), ("train", nn.Module), ("eval", nn.Module)),
-    ):
-        if name in vars(made) or getattr(kind, name) is not getattr(own, name):
+    for name, own in (("forward", nn.Sequential), ("__iter__", nn.Sequential), ("__call__", nn.Module)):
+        if getattr(kind, name) is not getattr(own, name):
             return f"a {name} of its own"
-    if any(getattr(made, hooks) for hooks in _HOOKS):
-        return "hooks on it"
-    if torch.nn.modules.module._has_any_global_hook():
-        return "hooks that were registered for all modules"
     if made._parameters or made._buffers:
         return f"tensors of its own ({', '.join([*made._parameters, *made._buffers])})"
     return ""

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
 
 from engine.errors import a_type
 from engine.job import Job
-from engine.pipeline.layers import children_of, is_chain, parts_of
+from engine.pipeline.layers import children_of, is_cut, parts_of, without_data
 from engine.settings import Settings
 from engine.targets import build
 
@@ -32,11 +33,11 @@ def model_layers(
     other module is cut for inputs like the one of `example` (see `layers_of`). ValueError for anything else.
     """
     keywords = {key: value for key, value in config.items() if key not in _ENGINE_KEYS}
-    made = build(keywords, where="model")
+    made = _built(keywords)
     where = f"model._target_ {config.get('_target_')} returned"
     if isinstance(made, nn.Module):
-        if is_chain(made) or not example:
-            children = children_of(made, where, "return") if isinstance(made, nn.Sequential) else [("whole", made)]
+        if isinstance(made, nn.Sequential) and not (example and is_cut(made)):
+            children = children_of(made, where, "return")
         else:
             opened = [*(config.get("split") or ()), *split]
             children = parts_of(made, example, opened, device, dtype)
@@ -50,6 +51,23 @@ def model_layers(
             "it must return a module, or a list of (dotted name, function that builds the layer)"
         )
     return layers
+
+
+def _built(keywords: Mapping[str, Any]) -> Any:
+    """What the model's function gives. A module whose maker looks at values is made for real, and copied without them.
+
+    Many do, for numbers only: `[x.item() for x in torch.linspace(0, rate, layers)]`.
+    """
+    try:
+        return build(keywords, where="model")
+    except ValueError as error:
+        if not isinstance(error.__cause__, DataDependentOutputException):
+            raise
+        with unset_fake_temporarily():
+            made = build(keywords, where="model")
+        if not isinstance(made, nn.Module):
+            raise
+        return without_data(made)
 
 
 def autocast_of(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:

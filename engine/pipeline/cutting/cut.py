@@ -18,10 +18,12 @@ from torch import nn
 from engine.errors import a_type, refusing, said
 from engine.pipeline.cutting.part import Part, hold
 from engine.pipeline.cutting.recorder import CannotFollowError, Place, Recorded, named_tensors, owned_names
-from engine.pipeline.cutting.recording import Divided, Recording, reason, skeleton_of
+from engine.pipeline.cutting.recording import Divided, Recording, in_evaluation, reason, skeleton_of
 from engine.pipeline.cutting.values import signature_of
+from engine.pipeline.modes import own_mode
 
 MOST_LISTED = 40
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
@@ -40,8 +42,8 @@ def cut(
     with refusing(lambda error: f"{a_type(module)} cannot be cut: it cannot be copied: {said(error)}"):
         skeleton, mode = skeleton_of(module, without_data)
     recording = Recording(skeleton, mode, device)
-    recording.whole = set(_whole(module, "", opened))
-    recorded = _followed(module, recording, key)
+    recording.whole = set(_whole(skeleton, "", opened))
+    recorded = _followed(skeleton, recording, key)
     begins = _begins(module, recorded)
     calls = recorded.calls()
     recording.begins = [calls[begin] for begin in begins[1:]]
@@ -52,7 +54,7 @@ def cut(
     names = _names(module, divided, calls)
     signature = signature_of(module.forward)
     parts = [Part(i, i == len(names) - 1, recording, signature) for i in range(len(names))]
-    _hand_out(module, parts, divided, recording)
+    _hand_out(module, parts, [divided, *_evaluated(recording, key)], recording)
     return list(zip(names, parts, strict=True))
 
 
@@ -68,24 +70,36 @@ def _whole(module: nn.Module, at: str, opened: Sequence[str]) -> Iterator[str]:
 
 
 def _element(module: nn.Module, name: str, opened: Sequence[str], listed: bool) -> Iterator[str]:
+    if type(module).__call__ is not nn.Module.__call__:  # what it does around its forward can only be followed
+        yield from _whole(module, name, opened)
+        return
     wanted = any(each.startswith(f"{name}.") for each in opened)
     holds = isinstance(module, nn.Sequential) or any(isinstance(part, _LISTS) for part in module.modules())
     holds = holds or any(isinstance(part, nn.Sequential) for part in module.children())
-    if wanted or (holds and not listed and not _hooked(module)):
+    if not beyond(module) and (wanted or (holds and not listed)):
         yield from _whole(module, name, opened)
     else:
         yield name
 
 
-def _hooked(module: nn.Module) -> bool:
-    hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return any(getattr(module, name) for name in hooks)
+def beyond(module: nn.Module) -> str:
+    """What a module does besides its class's forward, in words: it is lost where its parts run on different ranks."""
+    for name in ("forward", "__call__", "train", "eval"):
+        if name in vars(module):
+            return f"a {name} of its own"
+    if own := own_mode(module):
+        return f"a {own} of its own"
+    if any(getattr(module, hooks) for hooks in _HOOKS):
+        return "hooks on it"
+    if nn.modules.module._has_any_global_hook():
+        return "hooks that were registered for all modules"
+    return ""
 
 
 def _followed(module: nn.Module, recording: Recording, key: str) -> Recorded:
     """The forward, followed as far inside as its code can be."""
-    if _hooked(module):
-        raise _refusal(module, "it has hooks, which have no place where its parts run on different ranks")
+    if more := beyond(module):
+        raise _refusal(module, f"it has {more}, which is lost where its parts run on different ranks")
     while True:
         try:
             return recording.follow(key)
@@ -139,7 +153,17 @@ def _names(module: nn.Module, divided: Divided, calls: dict[int, Place]) -> list
     return names
 
 
-def _hand_out(module: nn.Module, parts: list[Part], divided: Divided, recording: Recording) -> None:
+def _evaluated(recording: Recording, key: str) -> list[Divided]:
+    """The forward in evaluation, which may read other tensors; none where it fails or is in another order."""
+    try:
+        recorded = recording.follow(in_evaluation(key))
+    except CannotFollowError:
+        return []
+    begins = recording.begins_in(recorded)
+    return [Divided(recorded, begins)] if begins == sorted(begins) else []
+
+
+def _hand_out(module: nn.Module, parts: list[Part], found: list[Divided], recording: Recording) -> None:
     """Give each part what its steps read. What nothing reads goes to the first, so that no name is lost."""
     tensors = dict(named_tensors(module))
     lasting = set(module.state_dict())
@@ -148,12 +172,13 @@ def _hand_out(module: nn.Module, parts: list[Part], divided: Divided, recording:
     def persistent(name: str) -> Any:
         return None if name not in buffers and not isinstance(tensors[name], nn.Parameter) else name in lasting
 
-    for part, stretch in zip(parts, divided.stretches, strict=True):
-        part.train(module.training)
-        for step in stretch.steps:
+    for part in parts:
+        part.training = module.training
+        steps = [step for divided in found for step in divided.stretches[part._part_number].steps]
+        for step in steps:
             if step.call is not None:
                 hold(part, step.call, module.get_submodule(step.call))
-        for name in sorted(owned_names(stretch.steps)):
+        for name in sorted(owned_names(steps)):
             hold(part, name, tensors[name], persistent(name))
     taken = {name for part in parts for name, _ in named_tensors(part)}
     homes = {id(tensor): part for part in reversed(parts) for _, tensor in named_tensors(part)}

@@ -14,10 +14,11 @@ modes, and with them masks and statistics, are frozen into the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -136,8 +137,10 @@ class Recorder(TorchFunctionMode):
         try:
             for name, part in modules:
                 part._compiled_call_impl = self._called(name, part)  # what a module's __call__ looks for first
-            with self:
+            before = {name: id(tensor) for name, tensor in named_tensors(self._root)}
+            with self, _seeing_functions(self._apply):
                 output = self._root(*args, **kwargs)
+            self._check_assigned(before)
             self.found.output = mapped(output, self._reference)
         except CannotFollowError:
             raise
@@ -147,6 +150,15 @@ class Recorder(TorchFunctionMode):
             for _, part in modules:
                 part._compiled_call_impl = None
         return self.found
+
+    def _check_assigned(self, before: Mapping[str, int]) -> None:
+        """What a followed module's code assigns to it would be lost: repeated are only torch's operators."""
+        for name, tensor in named_tensors(self._root):
+            inside = any(name.startswith(f"{each}.") for each in self._whole)
+            if before.get(name) != id(tensor) and not inside:
+                raise CannotFollowError(
+                    f"its forward assigns {name}: change it in place, or let a submodule do so", name.rpartition(".")[0]
+                )
 
     def _called(self, name: str, module: nn.Module) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -167,6 +179,18 @@ class Recorder(TorchFunctionMode):
             return self._follow(name, None, args, kwargs, module._call_impl)
 
         return call
+
+    def _apply(
+        self, function: type[torch.autograd.Function], run: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """An autograd function is one step: its backward is its own."""
+        if self._inside:
+            return run(*args, **kwargs)
+
+        def again(*args: Any, **kwargs: Any) -> Any:
+            return function.apply(*args, **kwargs)  # as it is then: now it is `_seeing_functions`'s
+
+        return self._follow(None, again, args, kwargs, run)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -210,7 +234,7 @@ class Recorder(TorchFunctionMode):
             return Own(self._own[id(leaf)])
         if isinstance(leaf, FakeTensor):
             raise self._refused(
-                f"a tensor of {list(leaf.shape)} comes from where torch cannot follow it (autograd.Function, vmap, "
+                f"a tensor of {list(leaf.shape)} comes from where torch cannot follow it (vmap, jit, "
                 "or an object that keeps it): let a submodule do that"
             )
         return leaf  # a constant of the module's code
@@ -220,6 +244,23 @@ class Recorder(TorchFunctionMode):
 
     def _autocast(self) -> Autocast:
         return torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
+
+
+@contextmanager
+def _seeing_functions(apply: Callable[..., Any]) -> Iterator[None]:
+    """Hand calls of autograd functions by this thread to `apply`; torch tells function modes nothing of them."""
+    usual = torch.autograd.Function.__dict__["apply"]
+    here = threading.get_ident()
+
+    def seen(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        run = partial(usual.__func__, cls)
+        return apply(cls, run, *args, **kwargs) if threading.get_ident() == here else run(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(seen)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = usual  # type: ignore[method-assign]
 
 
 def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -23,7 +23,7 @@ from engine.pipeline.inspection.fake_model import with_remedy
 from engine.pipeline.messages.nesting import form_of, nested
 from engine.pipeline.modes import begin_training, evaluating
 
-_ONE = threading.RLock()  # ranks may be threads, and a module's modes are set while it is followed
+_ONE = threading.RLock()  # ranks may be threads, and a module's modes are set and torch is watched meanwhile
 
 
 class Stretch:
@@ -77,11 +77,16 @@ class Recording:
             recorded = self.follow(key)
         except CannotFollowError as error:
             raise ValueError(f"the model's forward fails on an input of {told(key)}: {reason(error)}") from error
-        begins, calls = [0], {place: index for index, place in recorded.calls().items()}
-        for place in reversed(self.begins):  # a layer whose first call is left out here begins with the next one
-            begins.insert(1, calls.get(place, begins[1] if len(begins) > 1 else len(recorded.steps)))
+        begins = self.begins_in(recorded)
         self._check(recorded, begins, key)
         return Divided(recorded, begins)
+
+    def begins_in(self, recorded: Recorded) -> list[int]:
+        """The step that begins each layer; one whose first call is left out begins with the next one."""
+        begins, calls = [0], {place: index for index, place in recorded.calls().items()}
+        for place in reversed(self.begins):
+            begins.insert(1, calls.get(place, begins[1] if len(begins) > 1 else len(recorded.steps)))
+        return begins
 
     def _check(self, recorded: Recorded, begins: list[int], key: str) -> None:
         """Each layer must be able to do its part of this recording."""
@@ -123,8 +128,9 @@ class Recording:
                 failed.append(error)
 
         thread = threading.Thread(target=run, name="follow", daemon=True)
-        thread.start()
-        thread.join()
+        with _ONE:
+            thread.start()
+            thread.join()
         if failed:
             raise failed[0]
         return found[0]
@@ -137,6 +143,11 @@ def key_of(value: Any, training: bool) -> str:
         for leaf in pytree.tree_leaves(value)
     ]
     return json.dumps([training, form_of(value), leaves])
+
+
+def in_evaluation(key: str) -> str:
+    """The key of the same input in evaluation."""
+    return json.dumps([False, *json.loads(key)[1:]])
 
 
 def told(key: str) -> str:
