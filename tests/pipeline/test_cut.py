@@ -50,6 +50,7 @@ def pairs(*rows: int) -> list[Batch]:
 
 
 @pytest.mark.parametrize(("schedule", "ranks", "replicas"), [("gpipe", 2, 1), ("1f1b", 3, 2), ("zb_h1", 4, 1)])
+@pytest.mark.slow(keep=1)
 def test_unet_hands_its_skips_on_over_stages_in_between(schedule: str, ranks: int, replicas: int) -> None:
     made = Compared(
         seeded(lambda: UNet(width=4)), pixels, images(8, 8), ranks, replicas, schedule=schedule, microbatches=4
@@ -59,6 +60,7 @@ def test_unet_hands_its_skips_on_over_stages_in_between(schedule: str, ranks: in
 
 
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 4), ("zb_v", 2)])
+@pytest.mark.slow(keep=1)
 def test_encoder_decoder_takes_its_inputs_by_keyword(schedule: str, ranks: int) -> None:
     Compared(
         seeded(lambda: Translator(11, 8, width=8)), NextTokenLoss(), pairs(4, 4, 4), ranks, schedule=schedule,
@@ -67,6 +69,7 @@ def test_encoder_decoder_takes_its_inputs_by_keyword(schedule: str, ranks: int) 
 
 
 @pytest.mark.parametrize(("schedule", "ranks"), [("gpipe", 3), ("dualpipe", 2)])
+@pytest.mark.slow(keep=1)
 def test_lstms_hand_on_their_state(schedule: str, ranks: int) -> None:
     Compared(
         seeded(lambda: LSTM(11, width=6)), NextTokenLoss(), tokens(8, 8), ranks, schedule=schedule, microbatches=4

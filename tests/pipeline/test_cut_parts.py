@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import engine
 from engine.pipeline.layers import layers_of
 from engine.prepare.prepare import prepare
+from models.lstm import LSTM
 
 
 @pytest.fixture(autouse=True)
@@ -157,6 +158,7 @@ HOWS = [
 
 
 @pytest.mark.parametrize("how", HOWS)
+@pytest.mark.slow(keep=9)
 def test_whatever_a_forward_does_is_done_again(how: str) -> None:
     """On replicas too what is counted once per micro-batch differs, so this is one pipeline with one micro-batch."""
     made = Compared(seeded(lambda: Net(how)), score, batches(4, 4), 3, schedule="1f1b", microbatches=1).check()
@@ -230,8 +232,7 @@ def test_a_call_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = nn.Linear.forward
 
     def counted(module: nn.Linear, x: Tensor) -> Tensor:
-        if type(x) is Tensor and x.device.type == "cpu" and x.requires_grad | True:
-            calls.append(threading_name())
+        calls.append(type(x).__name__)
         return forward(module, x)
 
     def loop() -> None:
@@ -240,14 +241,9 @@ def test_a_call_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
             calls.clear()
             net.step(batches(4)[0])
 
-    import threading
-
-    def threading_name() -> str:
-        return threading.current_thread().name
-
     monkeypatch.setattr(nn.Linear, "forward", counted)
     engine.run_threads(1, loop)
-    assert len(calls) == 7 * 2
+    assert calls == ["Tensor"] * (7 * 2)
 
 
 class Wrong(nn.Module):
@@ -347,17 +343,6 @@ def test_statistics_that_are_used_twice_stay_together() -> None:
     assert frozen is not None
     assert not frozen.frozen.training  # type: ignore[union-attr]
 
-    def plainly() -> Any:
-        made = Normed()
-        train = made.train
-
-        def kept(mode: bool = True) -> nn.Module:
-            train(mode)
-            made.frozen.eval()
-            return made
-
-        return made, kept
-
     def loop() -> dict[str, Tensor]:
         with engine.Pipeline(
             seeded(Normed)(), score, optimizer=lambda p: torch.optim.SGD(p, 0.1), microbatches=1,
@@ -380,19 +365,14 @@ def test_statistics_that_are_used_twice_stay_together() -> None:
 
 def test_a_module_may_be_a_models_target() -> None:
     """In a run: the configuration names it, each rank cuts it for itself, short last batches are followed anew."""
-    model = {"_target_": "models.lstm.LSTM", "vocabulary": 16, "layers": 2, "width": 8, "split": ["layers.1"]}
+    model = {"_target_": "models.lstm.LSTM", "vocabulary": 256, "layers": 2, "width": 8, "split": ["layers.1"]}
     wanted = settings(
         "1f1b", 2, 2, model=model | {"loss": {"_target_": "models.gpt.NextTokenLoss"}},
         data={"_target_": "models.data.Text", "context": 5, "max_bytes": 200, "held_out": 0.2}, steps=None, epochs=1,
         global_batch_size=6, partition={"name": "model"},
     )  # fmt: skip
-    wanted.model["vocabulary"] = 256
-    job = prepare(wanted, ".", ".")
-    assert [layer.name for layer in job.layers] == ["embedding", "layers.0", "layers.1", "dropout", "head"] or [
-        layer.name for layer in job.layers
-    ] == ["embedding", "layers.0", "dropout", "layers.1", "dropout again", "head"]
+    names = [layer.name for layer in prepare(wanted, ".", ".").layers]
+    assert names == ["embedding", "layers.0", "dropout", "layers.1", "dropout again", "head"]
     ran = run_threads(wanted)
     assert len(ran.losses()) > 3
-    assert set(ran.state()) == {
-        name for name, _ in __import__("models.lstm", fromlist=["LSTM"]).LSTM(256, 2, 8).state_dict().items()
-    }
+    assert set(ran.state()) == set(LSTM(256, 2, 8).state_dict())

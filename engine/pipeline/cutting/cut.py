@@ -70,9 +70,6 @@ def _whole(module: nn.Module, at: str, opened: Sequence[str]) -> Iterator[str]:
 
 
 def _element(module: nn.Module, name: str, opened: Sequence[str], listed: bool) -> Iterator[str]:
-    if type(module).__call__ is not nn.Module.__call__:  # what it does around its forward can only be followed
-        yield from _whole(module, name, opened)
-        return
     wanted = any(each.startswith(f"{name}.") for each in opened)
     holds = isinstance(module, nn.Sequential) or any(isinstance(part, _LISTS) for part in module.modules())
     holds = holds or any(isinstance(part, nn.Sequential) for part in module.children())

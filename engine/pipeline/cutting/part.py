@@ -51,9 +51,11 @@ class Part(nn.Module):
 def _repeat(step: Step, part: Part, values: dict[int, Tensor], device: torch.device) -> None:
     own = partial(_tensor, part)
     args, kwargs = filled(step.args, values, own, device), filled(step.kwargs, values, own, device)
-    function = step.function if step.call is None else part.get_submodule(step.call)
-    assert function is not None
-    result = function(*args, **kwargs)
+    if step.call is not None:  # what a __call__ of its own does around this is steps of its own
+        result = nn.Module.__call__(part.get_submodule(step.call), *args, **kwargs)
+    else:
+        assert step.function is not None
+        result = step.function(*args, **kwargs)
     if step.results:
         values.update(zip(step.results, tensors_in(result), strict=True))
 

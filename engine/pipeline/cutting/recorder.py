@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from engine.errors import a_type
-from engine.pipeline.cutting.values import Own, Ref, call_of, mapped, odd_in, signature_of, tensors_in
+from engine.pipeline.cutting.values import PLAIN, Own, Ref, call_of, leaves, mapped, odd_in, signature_of, tensors_in
 from engine.pipeline.inspection.changes import memory_of
 
 Autocast = tuple[bool, torch.dtype]
@@ -186,6 +186,9 @@ class Recorder(TorchFunctionMode):
         """An autograd function is one step: its backward is its own."""
         if self._inside:
             return run(*args, **kwargs)
+        odd = [leaf for leaf in leaves((args, kwargs)) if not isinstance(leaf, (Tensor, *PLAIN))]
+        if odd:  # a function that is run again later (torch.utils.checkpoint) would be the copy's
+            raise self._refused(f"{function.__name__} is given {a_type(odd[0])}: let a submodule do that")
 
         def again(*args: Any, **kwargs: Any) -> Any:
             return function.apply(*args, **kwargs)  # as it is then: now it is `_seeing_functions`'s

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from engine.pipeline.messages.nesting import know
 
-_PLAIN = (
+PLAIN = (
     bool, int, float, complex, str, bytes, type(None), type(Ellipsis), type, enum.Enum,
     torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size,
 )  # fmt: skip
@@ -69,7 +69,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 def odd_in(value: Any) -> Any:
     """The first `Odd` thing of a nesting, or None: it may hold tensors that cannot be seen."""
     for leaf in leaves(value):
-        if not isinstance(leaf, (Tensor, nn.Module, *_PLAIN)) and not callable(leaf):
+        if not isinstance(leaf, (Tensor, nn.Module, *PLAIN)) and not callable(leaf):
             return Odd(leaf)
     return None
 
