@@ -1,9 +1,10 @@
-"""`python -m engine key=value ...`, see engine.cli; importing this module does nothing, since workers import it too."""
+"""`python -m engine key=value ...` or `pipeline-engine key=value ...`, see engine.cli; importing it starts nothing."""
 
 import atexit
 import contextlib
 import gc
 import os
+import pathlib
 import sys
 import threading
 from typing import NoReturn
@@ -56,6 +57,14 @@ def run() -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     return main()
+
+
+def console() -> NoReturn:
+    """Run the command `pipeline-engine`, which finds modules in the folder it is started from as `python -m` does."""
+    if not sys.flags.safe_path:
+        with contextlib.suppress(FileNotFoundError):  # a folder that has been deleted is refused in a moment
+            sys.path.insert(0, str(pathlib.Path.cwd()))
+    leave(run())
 
 
 if __name__ == "__main__":

@@ -17,6 +17,10 @@ class ExhaustedError(OSError):
     """A resource of the system has run out; the message names it, and no traceback is needed."""
 
 
+class CheckpointError(Exception):
+    """A checkpoint could not be made, and `checkpoint.on_failure=stop`."""
+
+
 class Interrupted(KeyboardInterrupt):
     """The run was asked to end by signal `signum`. A KeyboardInterrupt, so that nothing takes it for an error."""
 

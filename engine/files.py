@@ -48,6 +48,16 @@ def write_bytes(path: Path, content: bytes) -> None:
         raise
 
 
+def sync_folder(folder: Path) -> None:
+    """Bring the entries of a folder to the disk, where the system can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
 def write_text(path: Path, content: str) -> None:
     """Write `content` in UTF-8 to `path` atomically. Raises UnwritableError."""
     write_bytes(path, content.encode())

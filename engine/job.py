@@ -90,6 +90,8 @@ class Job:
     random_loss: bool = False  # the loss may draw random numbers: it is seeded before each call
     ties: tuple[Tie, ...] = ()  # weights that layers share
     example: str = ""  # an input in words (`pipeline/cutting`), for which the model is cut where it is no list
+    start: int = 0  # steps done before: those of the checkpoint that the run goes on from
+    resumed: str | None = None  # its folder
     start_dir: str = "."
     run_dir: str = "."
 

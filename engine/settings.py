@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
 from engine.allreduces import ALLREDUCES
+from engine.objectives import OBJECTIVES
 from engine.transports import TRANSPORT_CHOICES
 
 T = TypeVar("T")
@@ -86,6 +87,11 @@ class AllReduceSettings:
     group_size: int | None = key(
         None, "of hierarchical: replicas per host; null: as many as the launcher's hosts hold", at_least=1
     )
+    shared_buckets: str = key(
+        "auto",
+        "auto: with transport=shared_memory replicas read gradients where the others have them; never: from copies",
+        choices=("auto", "never"),
+    )
 
 
 @dataclass(frozen=True)
@@ -108,16 +114,61 @@ class Eval:
     """Section `eval`: when and in what batches held-out samples are evaluated."""
 
     every: int | None = key(None, "optimizer steps between evaluations; null: once, at the end; 0: never", at_least=0)
+    at_start: bool = key(False, "true: evaluate before the first step too, also where eval.every=0")
     batch_size: int | None = key(
         None, "samples of one evaluation batch over all replicas; null: as in training", at_least=1
     )
 
 
 @dataclass(frozen=True)
+class Init:
+    """Section `init`: weights to start from."""
+
+    weights: str | None = key(
+        None,
+        "a file or folder of weights to start from: safetensors, a torch.save of tensors, Hugging Face's shards, or a "
+        "run's folder; null: they are drawn from the seed",
+    )
+    prefix: list[str] = field(
+        default_factory=list,
+        metadata=about(
+            "prefixes of names in that file, and what the model's names begin with instead: [OLD:NEW]; [module.:] "
+            "takes one off, [:encoder.] puts one before all"
+        ),
+    )
+    strict: bool = key(
+        True, "false: names and shapes that do not match are listed, and left as they are drawn; true: refused"
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """Section `checkpoint`: when the whole training state is stored, to go on from."""
+
+    every_steps: int | None = key(None, "optimizer steps between checkpoints; null: none for that reason", at_least=1)
+    every_minutes: float | None = key(None, "minutes between checkpoints; null: none for that reason", above=0)
+    every_epochs: int | None = key(None, "epochs between checkpoints; null: none for that reason", at_least=1)
+    keep: int = key(2, "the newest checkpoints that are kept", at_least=1)
+    best: bool = key(
+        False, "true: also make one after each evaluation with the lowest loss so far, and keep the last of these"
+    )
+    on_failure: str = key(
+        "warn",
+        "what a checkpoint that cannot be made means. warn: it is reported, and training goes on; stop: the run fails",
+        choices=("warn", "stop"),
+    )
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the run makes any."""
+        return self.best or any(each is not None for each in (self.every_steps, self.every_minutes, self.every_epochs))
+
+
+@dataclass(frozen=True)
 class Trace:
     """Section `trace`: which steps are recorded in full."""
 
-    every: int = key(1, "optimizer steps from one traced step to the next", at_least=1)
+    every: int = key(1, "optimizer steps from one traced step to the next; 0: never", at_least=0)
     consecutive: int = key(1, "steps traced one after the other each time; trace.every or more: all", at_least=1)
 
 
@@ -154,8 +205,18 @@ class Settings:
     """The whole configuration of one run after it has been checked."""
 
     mode: str = key(
-        "train", "plan: build, verify, simulate and print a schedule, start nothing", choices=("train", "plan")
+        "train",
+        "plan: build, verify, simulate and print a schedule, start nothing. evaluate: evaluate the weights that "
+        "init.weights names, and train nothing",
+        choices=("train", "plan", "evaluate"),
     )
+    objective: str | None = key(
+        None,
+        "the figure that a job returns, which a sweeper such as Optuna optimizes; of a failed job the worst there is. "
+        "null: the loss of the last evaluation, else of the last step; of mode=plan the bubble",
+        choices=OBJECTIVES,
+    )
+    stop_sweep_on_failure: bool = key(False, "true: the first job of a sweep that fails is its last")
     launch: str = key(
         "processes",
         "what a rank is: a process, or a thread of this process (for debuggers, notebooks, several stages on one GPU)",
@@ -195,6 +256,17 @@ class Settings:
         choices=("none",),
         later=("all", "full", "selective"),
     )
+    resume: str | None = key(
+        None,
+        "go on from the newest whole checkpoint of a run: its folder, in which the run goes on; auto: of the folder "
+        "that hydra.run.dir names, where it has one, else begin",
+    )
+    save: str = key(
+        "final",
+        "which weights the run leaves as model.safetensors. final: the last ones; best: those of the evaluation with "
+        "the lowest loss; never: none",
+        choices=("final", "best", "never"),
+    )
     shard_optimizer: bool = key(
         False,
         "true: each replica updates 1/R of the parameters and keeps the optimizer's state of these (ZeRO stage 1)",
@@ -215,6 +287,8 @@ class Settings:
     data_parallel: DataParallelSettings = field(default_factory=DataParallelSettings)
     train: Train = field(default_factory=Train)
     eval: Eval = field(default_factory=Eval)
+    init: Init = field(default_factory=Init)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     trace: Trace = field(default_factory=Trace)
     delay: Delay = field(default_factory=Delay)
     plan: PlanSettings = field(default_factory=PlanSettings)
@@ -229,6 +303,11 @@ class Settings:
         """Whether the optimizer is divided over replicas that update together, so that parameters are gathered."""
         divides = ALLREDUCES[self.allreduce.name].division is not None
         return not self.data_parallel.asynchronous and (self.shard_optimizer or divides)
+
+    @property
+    def starts_ranks(self) -> bool:
+        """Whether workers are started: to train, or to evaluate."""
+        return self.mode != "plan"
 
     @property
     def world(self) -> int:

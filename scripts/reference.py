@@ -92,6 +92,9 @@ FILES: dict[str, list[File]] = {
         File("config.json", "started", "the configuration as it was used; a folder that has one is refused"),
         File("plan.json", "started, `mode=plan`", "program, placement, layers of each stage, simulated figures"),
         File("program.csv", "started, `mode=plan`", "the program in the dialect of torch.distributed.pipelining"),
+        File("model.safetensors", "`save`", "the weights of the whole model, under the unsplit model's names"),
+        File("checkpoints/", "`checkpoint`", "the newest checkpoints, a folder each: [checkpoints](checkpoints.md)"),
+        File("attempts/", "`resume`", "what the attempts before the last left: configuration, log, summary, report"),
         File("engine.log", "started", "every rank's log lines, tagged with the rank"),
         File("events.out.tfevents.*", "started", "exactly one event file for TensorBoard: [tags](tags.md)"),
         File("report.txt", "a step was traced", "the report, with tables of stages, memory and traffic"),
@@ -204,9 +207,10 @@ left out with `data.drop_last=true`.
 sweep each alternative is a list of its own: `-m 'partition.split=[layer2],[layer3]'`. A value with a comma in it gets
 quotes inside the quotes: `'data.path="a, b"'`.
 
-**Exit codes.** 0: all well. 1: a run failed. 2: the configuration was refused and nothing was started. 128 + n: ended
-by signal n (Ctrl-C: 130). Of a sweep: 0 where every job was well, 2 where every job was refused, else 1. The last line
-on the screen is the reason, and it is in `error.txt`.
+**Exit codes.** 0: all well. 1: a run failed. 2: the configuration was refused and nothing was started. 75: a signal
+asked the run to end, and it saved before ([checkpoints](checkpoints.md)). 128 + n: ended by signal n (Ctrl-C: 130). Of
+a sweep: 0 where every job was well, 2 where every job was refused, else 1. The last line on the screen is the reason,
+and it is in `error.txt`.
 
 **Output.** Nobody has to read it: `| head`, a closed terminal or `nohup ... &` do not end a run. A run folder that was
 deleted, or whose disk is full, does. A folder that holds a run already is refused.
@@ -232,6 +236,9 @@ Written however the run ends; `status` is `completed`, `failed` or `interrupted`
 * `bubble`: `ideal`, `predicted`, `measured`, and `per_rank` with the account of each rank, P x R entries.
 * `peak_in_flight`, `peak_activation_bytes`: a number per rank of the pipeline, the largest over replicas.
 * `evaluation`: `samples`, `loss`, `accuracy`.
+* `checkpoint`: null, or how many were `made` and `failed`, the `bytes` of the largest, the seconds that training
+  `waited` for copies (outside the account), and after how many steps the run was `resumed_from`. `steps`, `samples` and
+  `loss.first` are over all attempts, times and bubbles of the last one.
 * `allreduce`: `name`, `bytes_sent_per_rank`, `exposed` seconds. `bytes_sent_between_stages`: a number per edge.
 
 ## plan.json

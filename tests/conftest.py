@@ -31,34 +31,37 @@ LEFT_OUT = pytest.StashKey[int]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the tests marked slow, too")
+    parser.addoption("--every-case", action="store_true", help="run all cases of all tests: --all leaves out some")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is slow, unless it is asked for: by --all, or by name (file.py::test)."""
+    """Leave out what is slow, unless it is asked for: by --all, --every-case, or by name (file.py::test)."""
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-    if config.getoption("--all") or any("::" in argument for argument in config.args):
+    if config.getoption("--every-case") or any("::" in argument for argument in config.args):
         return
-    slow = slow_ones(items)
+    slow = left_out(items, "most" if config.getoption("--all") else "keep")
     items[:] = [item for item in items if item not in slow]
     config.stash[LEFT_OUT] = len(slow)
     config.hook.pytest_deselected(items=list(slow))
 
 
-def slow_ones(items: list[pytest.Item]) -> set[pytest.Item]:
-    """What is marked slow; of a test marked `slow(keep=n)` all cases but n, which are spread evenly over them."""
+def left_out(items: list[pytest.Item], limit: str) -> set[pytest.Item]:
+    """Cases of tests marked `slow` beyond what the mark keeps, which is spread evenly over a test's cases.
+
+    `limit`: "keep", cases of the quick set, none unless the mark says so; "most", of all tests, all unless it does.
+    """
     cases: dict[tuple[str, int], list[pytest.Item]] = {}
-    found: set[pytest.Item] = set()
     for item in items:
-        mark = item.get_closest_marker("slow")
-        if mark is not None and mark.kwargs.get("keep"):
-            cases.setdefault((item.nodeid.partition("[")[0], mark.kwargs["keep"]), []).append(item)
-        elif mark is not None:
-            found.add(item)
-    for (_, keep), every in cases.items():
-        kept = {i * len(every) // keep for i in range(min(keep, len(every)))}
+        if (mark := item.get_closest_marker("slow")) is not None:
+            number = mark.kwargs.get(limit, 0 if limit == "keep" else len(items))
+            cases.setdefault((item.nodeid.partition("[")[0], number), []).append(item)
+    found: set[pytest.Item] = set()
+    for (_, number), every in cases.items():
+        number = min(number, len(every))
+        kept = {i * len(every) // number for i in range(number)}
         found |= {item for i, item in enumerate(every) if i not in kept}
     return found
 
@@ -75,8 +78,9 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if left_out := config.stash.get(LEFT_OUT, 0):
-        terminalreporter.write_line(f"{left_out} slow tests left out: scripts/test --all runs them too")
+    if number := config.stash.get(LEFT_OUT, 0):
+        more = "--every-case" if config.getoption("--all") else "--all"
+        terminalreporter.write_line(f"{number} slow tests left out: scripts/test {more} runs them too")
 
 
 def children() -> dict[int, str]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.checkpoint.store import Checkpoint
 from engine.job import Job
 from engine.pipeline.batches.microbatch import passes, sizes
 from engine.pipeline.dtypes import cast, in_precision
@@ -49,6 +50,7 @@ def settings(
         data_parallel=DataParallelSettings(replicas),
         train=Train(steps=3, global_batch_size=16),
         eval=Eval(every=0),
+        save="never",
     )
     train = {k: changes.pop(k) for k in list(changes) if k in Train.__dataclass_fields__}
     return replace(base, **{"train": replace(base.train, **train)} | changes)
@@ -81,11 +83,14 @@ Connect = Callable[[Job], Callable[[int], Transport]]  # job -> rank -> its tran
 
 
 def run_threads(
-    wanted: Settings, inspect: Callable[[Worker], None] | None = None, connect: Connect | None = None
+    wanted: Settings,
+    inspect: Callable[[Worker], None] | None = None,
+    connect: Connect | None = None,
+    resumed: Checkpoint | None = None,
 ) -> Ran:
     """Prepare and train with a thread per rank. The first exception of a rank that is no consequence
     of another's is raised here."""
-    job = prepare(wanted, ".", ".")
+    job = prepare(wanted, ".", ".", resumed)
     hub = ThreadHub(job.world, wanted.timeout_s)
     transport = hub.transport if connect is None else connect(job)
     workers: dict[int, Worker] = {}

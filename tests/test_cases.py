@@ -99,9 +99,12 @@ CASES: dict[str, tuple[str, list[str]]] = {
                                           "microbatch: take_names_what_it_cannot_split",
                                           "microbatch: sizes_of_the_published_cases"]),
     "C092": ("settings on one rank only", [
-        "distributed: all_ranks_get_the_whole_state_of_the_optimizer_that_was_restored"]),
+        "distributed: all_ranks_get_the_whole_state_of_the_optimizer_that_was_restored",
+        "resume: going_on_is_bitwise_what_going_through_is"]),
     "C099": ("races on files", ["recorder: files_are_replaced_whole_or_not_at_all",
-                                "run_folder: the_end_of_a_run_is_told_without_its_folder"]),
+                                "run_folder: the_end_of_a_run_is_told_without_its_folder",
+                                "store: a_checkpoint_appears_when_all_ranks_are_down",
+                                "store: a_full_disk_is_reported_and_training_goes_on"]),
     "C102": ("interrupted is not success", ["launch: a_worker_that_leaves_early_is_a_failure",
                                             "dry_run: whatever_a_model_raises_is_named"]),
     "C105": ("shutdown", ["launch: ends_fifty_times", "transport: abort_ends_the_waits_of_both_sides"]),
@@ -155,6 +158,15 @@ CASES: dict[str, tuple[str, list[str]]] = {
         "messages: a_layer_left_out_by_pythons_own_generator_trains"]),
     "C065": ("a cut that runs a module twice", ["cut_parts: a_call_counts_once"]),
     "C144": ("models of libraries", ["library_models: trains_as_in_one_process"]),
+    "C175": ("a number for a sweeper", [
+        "objective: a_sweeper_gets_a_figure_of_a_training_job", "objective: optuna_optimizes_it",
+        "objective: a_job_that_failed_returns_the_worst_there_is"]),
+    "C090": ("the epoch's order on resume", ["resume: going_on_is_bitwise_what_going_through_is"]),
+    "C093": ("schedules of the rate on resume", ["resume: going_on_is_bitwise_what_going_through_is",
+                                                 "resume: another_layout_goes_on_with_the_same_numbers"]),
+    "C094": ("state by name", ["resume: an_optimizers_state_goes_by_name_not_by_position"]),
+    "C097": ("another number of replicas", ["resume: another_layout_goes_on_with_the_same_numbers"]),
+    "C120": ("resuming into the same folder", ["resumed_runs: attempts_are_one_run"]),
 }  # fmt: skip
 
 

@@ -49,7 +49,10 @@ def test_wheel_tells_tensorboard_of_the_tab(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as content:
         (name,) = [name for name in content.namelist() if name.endswith("entry_points.txt")]
         told = content.read(name).decode()
-    assert told.split() == ["[tensorboard_plugins]", "pipeline", "=", "engine.tab.plugin:PipelinePlugin"]
+    assert told.split() == [
+        *("[console_scripts]", "pipeline-engine", "=", "engine.__main__:console"),
+        *("[tensorboard_plugins]", "pipeline", "=", "engine.tab.plugin:PipelinePlugin"),
+    ]
 
 
 def test_plan_from_the_wheel_in_a_folder_of_its_own(wheel: Path, tmp_path: Path) -> None:

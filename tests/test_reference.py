@@ -17,7 +17,7 @@ TINY = [
     "pipeline.microbatches=2", "train.global_batch_size=8", "hydra.run.dir=run",
 ]  # fmt: skip
 RUNS = {
-    "replicas": ["data_parallel.replicas=2", "train.clip_norm=1"],
+    "replicas": ["data_parallel.replicas=2", "train.clip_norm=1", "checkpoint.every_steps=2"],
     "async": ["data_parallel.replicas=2", "data_parallel.mode=async", "allreduce=parameter_server"],
     "pipedream": ["schedule=pipedream", "train.steps=8"],
 }
@@ -56,4 +56,6 @@ def test_runs_leave_the_tags_and_files_that_the_pages_list(engine: Engine, tmp_p
     assert listed == set()
     files = {row.name.rstrip("/"): row.when for row in reference.FILES["Of a run"]}
     assert names <= set(files)
-    assert {file for file, when in files.items() if when in ("failed", "`plan.compare`")} == set(files) - names
+    assert {file for file, when in files.items() if when in ("failed", "`plan.compare`", "`resume`")} == set(
+        files
+    ) - names

@@ -103,6 +103,39 @@ class TokenLoss:
         return int((target != -100).sum())
 
 
+class Centre(nn.Module):
+    """The token loss of what is left above a running centre, which training moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre = nn.Buffer(torch.zeros(5, dtype=torch.float64))
+
+    def forward(self, output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        found = TokenLoss()(output - self.centre, target)
+        if self.training:
+            self.centre = 0.9 * self.centre + 0.1 * output.detach().mean((0, 1))
+        return found
+
+
+class Pair(nn.Module):
+    """Two linear layers of one shape, registered in the order that `order` spells: ab, or ba."""
+
+    def __init__(self, width: int, order: str) -> None:
+        super().__init__()
+        for name in order:
+            self.add_module(name, nn.Linear(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.get_submodule("b")(self.get_submodule("a")(x).tanh())
+        return y
+
+
+def paired(order: str = "ab", width: int = 8, classes: int = 5) -> Layers:
+    """Layers whose parameters are the same whatever the order of their registration."""
+    return [("first", lambda: Pair(width, order)), ("second", lambda: Pair(width, order)),
+            ("head", lambda: nn.Linear(width, classes))]  # fmt: skip
+
+
 class Ends(nn.Module):
     """A linear layer whose output is handed on in the layout that `how` names."""
 

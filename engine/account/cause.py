@@ -34,7 +34,7 @@ def diagnose(job: Job, bubbles: Bubbles | None) -> str:
     It names a slow stage, and a slow replica, even where something else weighs more.
     """
     if bubbles is None:
-        return "No step was traced: set trace.every to 1 or more to see where the time goes."
+        return "No step was traced: set trace.every=1 to see where the time goes."
     losses = causes(bubbles)
     step = float(bubbles.seconds.sum(axis=1).mean())
     name = max(losses, key=lambda cause: losses[cause])

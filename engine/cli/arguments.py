@@ -38,6 +38,11 @@ def flags_first(arguments: Sequence[str]) -> list[str]:
     return [*flags, *overrides]
 
 
+def asked_for_version(arguments: Sequence[str]) -> bool:
+    """Return whether `--version` is among the flags, in any abbreviation; Hydra would tell its own."""
+    return any(len(word) > 2 and "--version".startswith(word) for word in arguments)
+
+
 def _values(parser: argparse.ArgumentParser, word: str) -> int:
     """Return how many values follow the flag `word`, which may be abbreviated as argparse allows."""
     for action in parser._actions:

@@ -20,10 +20,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from engine.cli.limits import check_limits
+from engine.objectives import EVALUATED, OBJECTIVES
 from engine.plan.choose import ALL
 from engine.plan.schedules import SCHEDULES, offered_schedules
 from engine.plan.schedules import build as build_schedule
 from engine.settings import GROUP_KEYS, KEYS, Key, Settings
+from engine.weights.names import parse_prefixes
 
 T = TypeVar("T")
 
@@ -171,15 +173,18 @@ def check(settings: Settings) -> None:
     for group in ("partition", "model"):
         _check_split(f"{group}.split", get(settings, group).get("split"))
     _check_loader(settings.data)
+    _check_objective(settings)
     _check_delay(settings)
-    if settings.mode == "train":
+    _check_init(settings)
+    _check_checkpoints(settings)
+    if settings.starts_ranks:
         _check_batch(settings)
         _check_targets(settings)
 
 
 def _check_key(path: str, key: Key, value: Any) -> None:
     """Raise ValueError for a value that the key's own row in engine/settings.py does not allow."""
-    if key.choices:
+    if key.choices and (value is not None or path in GROUP_KEYS):  # of a field, its annotation says whether null is one
         one_of(path, value, key.choices)
     if key.kind is not None:
         _scalar(key.kind, value, path)
@@ -224,6 +229,31 @@ def _check_asynchronous(settings: Settings) -> None:
         )
 
 
+def _check_init(settings: Settings) -> None:
+    parse_prefixes(settings.init.prefix)
+    if settings.mode == "evaluate" and settings.init.weights is None:
+        raise ValueError("mode=evaluate evaluates stored weights: give init.weights=FILE, or the folder of a run")
+
+
+def _check_checkpoints(settings: Settings) -> None:
+    """Refuse checkpoints where there is no moment at which all ranks have the same state."""
+    wanted, name = settings.checkpoint, settings.schedule["name"]
+    if settings.data_parallel.asynchronous and (wanted.wanted or settings.resume is not None):
+        raise ValueError(
+            "checkpoints of data_parallel.mode=async are not possible: what its servers and pushes hold is not stored; "
+            "leave checkpoint and resume out (save=final keeps the weights), or use data_parallel.mode=sync"
+        )
+    if wanted.every_minutes is not None and SCHEDULES[name].stream is not None:
+        raise ValueError(
+            f"checkpoint.every_minutes={wanted.every_minutes:g} is not possible with schedule {name}, which drains for "
+            "a checkpoint, at steps that must be known before: use checkpoint.every_steps or every_epochs"
+        )
+    if settings.resume is not None and settings.mode != "train":
+        raise ValueError(f"resume={settings.resume} goes on training: leave it out with mode={settings.mode}")
+    if settings.resume is not None and settings.init.weights is not None:
+        raise ValueError("resume takes its weights from the checkpoint: leave init.weights out, or resume")
+
+
 def _check_split(path: str, split: Any) -> None:
     """Check that a split is a list of names; one word would be taken apart into its letters."""
     if split is not None and not (isinstance(split, list) and all(isinstance(name, str) for name in split)):
@@ -240,6 +270,20 @@ def _check_loader(data: Mapping[str, Any]) -> None:
             f"data.evaluation={data['evaluation']} is not a section: give the keys of data that the held-out samples "
             "change, like {split: test}, or null for no evaluation"
         )
+
+
+def _check_objective(settings: Settings) -> None:
+    """Refuse a figure that this job cannot have."""
+    name, plan = settings.objective, settings.mode == "plan"
+    if name is None:
+        return
+    if plan and OBJECTIVES[name].planned is None:
+        planned = ", ".join(each for each, objective in OBJECTIVES.items() if objective.planned)
+        raise ValueError(f"objective={name} is not known of mode=plan, which trains nothing; possible: {planned}")
+    if not plan and name in EVALUATED and settings.eval.every == 0:
+        raise ValueError(f"objective={name} needs an evaluation: set eval.every to null (at the end), or to some steps")
+    if not plan and name == "bubble" and settings.trace.every == 0:
+        raise ValueError("objective=bubble needs traced steps: set trace.every to 1 or more")
 
 
 def _check_delay(settings: Settings) -> None:

@@ -33,7 +33,7 @@ def _check_size(settings: Settings) -> None:
         raise ValueError(
             f"{shown} is {forwards:,} forwards; a program may hold at most {MOST_PAIRS:,}: lower one of them"
         )
-    if settings.mode == "train" and settings.world > MOST_WORKERS and not joined():
+    if settings.starts_ranks and settings.world > MOST_WORKERS and not joined():
         raise ValueError(
             f"pipeline.ranks={settings.pipeline.ranks} x data_parallel.replicas={settings.data_parallel.replicas} is "
             f"{settings.world} workers on this host; at most {MOST_WORKERS} are started here: lower one of them, or "
@@ -46,7 +46,7 @@ def _check_files(settings: Settings) -> None:
     started = settings.launch == "processes" and not joined()
     inherited = inherited_files()
     needed = FILES + FILES_PER_WORKER * settings.world * started + inherited
-    if settings.mode == "train" and open_files() < needed:
+    if settings.starts_ranks and open_files() < needed:
         already = f" ({inherited} of them were open when it started)" if inherited else ""
         raise ValueError(
             f"this process may open {open_files()} files{already}, and a run of {settings.world} ranks needs {needed}: "

@@ -1,7 +1,7 @@
 """Entry point of the command line: Hydra composes, each job runs, the exit code says how it ended.
 
     main ──> Hydra ──> for each job: _job ──> config.load ──> run.train or run.plan
-                                       └─ returns its Outcome, never raises: a failed job must not end a sweep
+                                       └─ returns what `objective=` names; a failed job does not end a sweep
 
 Exit codes: 0 all well; 1 a run failed, or of a sweep some job did not end well; 2 the configuration is wrong, nothing
 was started; 128 + n ended by signal n.
@@ -9,11 +9,13 @@ was started; 128 + n ended by signal n.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import sys
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +30,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from engine import environment
 from engine.cli import run
-from engine.cli.arguments import UsageError, flags_first
+from engine.cli.arguments import UsageError, asked_for_version, flags_first
+from engine.cli.attempts import CONFIG_NAME, going_on
 from engine.cli.composition import register_resolvers, run_dir, targets
 from engine.cli.config import CONF, load
 from engine.cli.hydra_errors import check_groups, explain
@@ -37,6 +40,7 @@ from engine.errors import Interrupted
 from engine.files import UnwritableError
 from engine.launch import interrupt
 from engine.launch.failure_report import Outcome
+from engine.objectives import OBJECTIVES, value
 from engine.settings import KEYS, Settings
 
 if TYPE_CHECKING:
@@ -49,6 +53,10 @@ def main() -> int:
     """Run what sys.argv asks for; return the exit code."""
     logging.getLogger().setLevel(logging.INFO)
     with forgiving():
+        if asked_for_version(sys.argv[1:]):
+            own, hydra, torch = (version(name) for name in ("hydra-pipeline-engine", "hydra-core", "torch"))
+            print(f"pipeline-engine {own} (hydra-core {hydra}, torch {torch})")
+            return 0
         try:
             environment.keep_sockets_short()
         except (ValueError, OSError) as error:  # OSError: no folder for temporary files at all
@@ -116,12 +124,15 @@ def _compose() -> int:
         try:
             with interrupt.raising():
                 _check_start()
-                sys.argv[1:] = flags_first(sys.argv[1:])
+                sys.argv[1:] = going_on(flags_first(sys.argv[1:]))
                 check_groups(sys.argv[1:])
                 hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(_job)()
         except KeyboardInterrupt as error:
             _outcomes.append(run.outcome_of(error))
             return report(_outcomes[-1])
+        except SweepStopped as stopped:
+            _outcomes.append(Outcome("failed", str(stopped), 1))
+            report(_outcomes[-1])
         except (HydraException, OmegaConfBaseException, OSError, ValueError) as error:
             complaint = explain(error)
             if complaint is None:
@@ -154,21 +165,48 @@ def report(outcome: Outcome) -> int:
     return outcome.exit_code
 
 
-def _job(config: DictConfig) -> Outcome:
-    """Run one job of Hydra's. Raises only an interruption, which is meant for the whole sweep."""
+class SweepStopped(BaseException):
+    """A job has failed, and the sweep is to have no other. Hydra keeps an Exception of a job to itself."""
+
+
+def _job(config: DictConfig) -> float:
+    """Run one job of Hydra's; return what `objective=` names, for a sweeper.
+
+    Raises only what is meant for the whole sweep: an interruption, and the failure that is to stop it.
+    """
     runtime = HydraConfig.get().runtime
-    outcome = run.refuse_used(Path(runtime.output_dir)) or _outcome(config, runtime.cwd, runtime.output_dir)
+    resume, folder = config.get("resume"), Path(runtime.output_dir)
+    outcome = run.refuse_used(folder, Path(runtime.cwd), resume) or _outcome(config, runtime.cwd, runtime.output_dir)
     if outcome.status == "interrupted":
         _compared()
         raise Interrupted(outcome.exit_code - 128, outcome.error)
     report(outcome)
     _outcomes.append(outcome)
-    return outcome
+    if outcome.status == "failed" and config.get("stop_sweep_on_failure") is True and _in_a_sweep():
+        _compared()
+        job = HydraConfig.get().job.num
+        raise SweepStopped(f"job {job} failed, and stop_sweep_on_failure=true: no further job runs")
+    return _objective(config, Path(runtime.output_dir), outcome)
+
+
+def _in_a_sweep() -> bool:
+    return bool(HydraConfig.get().mode is RunMode.MULTIRUN)
+
+
+def _objective(config: DictConfig, folder: Path, outcome: Outcome) -> float:
+    """Return the figure of the job that ended with `outcome`, from the files in its folder."""
+    planned = config.get("mode") == "plan"
+    name = config.get("objective")
+    content: dict[str, Any] = {}
+    if outcome.status == "completed":
+        with suppress(OSError, ValueError):
+            content = json.loads((folder / ("plan.json" if planned else "summary.json")).read_text())
+    return value(name if name in OBJECTIVES else None, content, planned)
 
 
 def _outcome(config: DictConfig, start_dir: str, run_dir: str) -> Outcome:
     try:
-        if environment.joined() and HydraConfig.get().mode is RunMode.MULTIRUN:
+        if environment.joined() and _in_a_sweep():
             raise ValueError("a sweep starts its own ranks: run it without torchrun")
         settings = load(config, HydraConfig.get().overrides.task)
     except ValueError as error:
@@ -178,11 +216,11 @@ def _outcome(config: DictConfig, start_dir: str, run_dir: str) -> Outcome:
 
 def _compared() -> None:
     """Rewrite the comparison of a sweep, as far as its folder can be written."""
-    if (hydra_ := HydraConfig.get()).mode is RunMode.MULTIRUN:
+    if _in_a_sweep():
         from engine.report.compare import write_comparison
 
         with suppress(UnwritableError, OSError):
-            write_comparison(hydra_.sweep.dir)
+            write_comparison(HydraConfig.get().sweep.dir)
 
 
 class SweepTable(Callback):
@@ -221,5 +259,5 @@ class SweepTable(Callback):
 
 def _code(row: Row, folder: Path) -> int:
     """Return the exit code of a job that another process ran."""
-    refused = row["status"] == "failed" and not (folder / row["job"] / run.CONFIG_NAME).exists()
+    refused = row["status"] == "failed" and not (folder / row["job"] / CONFIG_NAME).exists()
     return 0 if row["status"] == "completed" else run.REFUSED if refused else 1

@@ -14,14 +14,15 @@ import json
 import logging
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine import environment
 from engine.account.records.nan_watch import LossNotFiniteError
-from engine.errors import ExhaustedError, Interrupted, printable, said
+from engine.cli.attempts import CONFIG_NAME, may_go_on, put_away
+from engine.errors import CheckpointError, ExhaustedError, Interrupted, printable, said
 from engine.files import UnwritableError, write_json, write_text
 from engine.launch import interrupt
 from engine.launch.failure_report import Outcome
@@ -39,10 +40,11 @@ from engine.short_summary import write_short_summary
 from engine.telemetry.records import Record
 
 if TYPE_CHECKING:
+    from engine.checkpoint.store import Checkpoint
     from engine.job import Job
+    from engine.report.earlier import Earlier
     from engine.report.recorder import Recorder
 
-CONFIG_NAME = "config.json"  # the resolved configuration of a run that was started
 REFUSED = 2  # exit code: the settings are wrong, nothing was started
 
 
@@ -51,25 +53,35 @@ def train(settings: Settings, start_dir: str, run_dir: str) -> Outcome:
     folder, recorder = Path(run_dir).absolute(), None
     try:
         with contextlib.chdir(start_dir):  # a user's relative path means the same on every rank, also after a chdir
-            job = _prepared(settings, start_dir, str(folder))
+            passed_over: list[str] = []
+            resumed = _resumed(settings, folder, start_dir, passed_over)
+            job = _prepared(settings, start_dir, str(folder), resumed)
             from engine.launch.launch import launch
             from engine.report.recorder import Recorder
 
-            recorder = Recorder(job, str(folder))
+            recorder = Recorder(job, str(folder), earlier=_earlier(resumed, put_away(folder)))
             _describe(job, folder, recorder)
             _note_device(settings, recorder)
-            outcome = launch(job, recorder)
+            _note_resumed(job.settings, resumed, passed_over, recorder)
+            with _keeping(job, folder, recorder) as on_record:
+                outcome = launch(job, on_record)
     except BaseException as error:  # noqa: BLE001  # an interruption too ends with a summary
         outcome = outcome_of(error)
     with interrupt.ignored():
         return finish(folder, outcome, settings, recorder)
 
 
-def refuse_used(folder: Path) -> Outcome | None:
-    """Return the refusal of a folder that holds a run already, whose results would be lost; else None."""
-    if not (folder / CONFIG_NAME).exists():
+def refuse_used(folder: Path, start_dir: Path, resume: str | None) -> Outcome | None:
+    """Return the refusal of a folder that holds a run already, whose results would be lost; else None.
+
+    A run that goes on where `resume` says may use its folder.
+    """
+    if not (folder / CONFIG_NAME).exists() or may_go_on(resume, start_dir, folder):
         return None
-    remedy = "give another folder (hydra.run.dir; with -m hydra.sweep.dir, hydra.sweep.subdir), or remove it"
+    remedy = (
+        "give another folder (hydra.run.dir; with -m hydra.sweep.dir, hydra.sweep.subdir), remove it, or go on from "
+        "its checkpoints with resume"
+    )
     return Outcome(
         "failed", f"the folder {folder} holds a run already, which this one would overwrite: {remedy}", REFUSED
     )
@@ -127,7 +139,7 @@ def outcome_of(error: BaseException) -> Outcome:
         return Outcome("interrupted", str(error) or "interrupted", code)
     if isinstance(error, SettingsError):
         return Outcome("failed", printable(str(error)), REFUSED)
-    if isinstance(error, UnwritableError | LossNotFiniteError | ExhaustedError):
+    if isinstance(error, UnwritableError | LossNotFiniteError | ExhaustedError | CheckpointError):
         return Outcome("failed", str(error), 1)
     return Outcome("failed", said(error), 1, printable("".join(traceback.format_exception(error))))
 
@@ -176,7 +188,67 @@ def write_plan(
     return plan_text(computations, lowered, timeline, found, long=long)
 
 
-def _prepared(settings: Settings, start_dir: str, run_dir: str) -> Job:
+def _resumed(settings: Settings, folder: Path, start_dir: str, passed_over: list[str]) -> Checkpoint | None:
+    """Return the checkpoint to go on from; why newer ones are not whole is added to `passed_over`."""
+    if settings.resume is None:
+        return None
+    from engine.checkpoint.resume import find
+
+    try:
+        return find(settings, folder, start_dir, passed_over.append)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+
+
+def _earlier(resumed: Checkpoint | None, attempt: Path | None) -> Earlier | None:
+    """Return what a resumed run takes over from the attempts before it, the last of which lies in `attempt`."""
+    if resumed is None:
+        return None
+    from engine.report.earlier import Earlier
+
+    manifest = resumed.manifest
+    return Earlier.of(manifest.step, manifest.samples, manifest.progress, attempt)
+
+
+@contextlib.contextmanager
+def _keeping(job: Job, folder: Path, recorder: Recorder) -> Iterator[Callable[[Record], None]]:
+    """Give what takes in records: the recorder, and where checkpoints are made, whoever makes them visible."""
+    if not job.settings.checkpoint.wanted:
+        yield recorder
+        return
+    import torch
+
+    from engine import __version__
+    from engine.checkpoint.keeper import Keeper
+
+    versions = {"engine": __version__, "torch": torch.__version__}
+    keeper = Keeper(job, folder, versions, recorder.progress, lambda level, text: _note(recorder, level, text))
+    keeper.begin()
+
+    def on_record(record: Record) -> None:
+        recorder(record)
+        keeper(record)
+
+    try:
+        yield on_record
+    finally:
+        keeper.close()
+
+
+def _note_resumed(settings: Settings, resumed: Checkpoint | None, passed_over: list[str], recorder: Recorder) -> None:
+    """Say where the run goes on, which checkpoints it did not take, and what is different from before."""
+    for line in passed_over:
+        _note(recorder, logging.WARNING, f"passed over: {line}")
+    if resumed is None:
+        return
+    from engine.checkpoint.resume import differences
+
+    _note(recorder, logging.INFO, f"going on after {resumed.manifest.step} steps, from {resumed.folder}")
+    for line in differences(resumed.manifest, settings):
+        _note(recorder, logging.WARNING, f"not as before: {line}")
+
+
+def _prepared(settings: Settings, start_dir: str, run_dir: str, resumed: Checkpoint | None) -> Job:
     """Return the Job; everything that can be refused is refused here, as SettingsError."""
     if settings.launch == "processes" and not environment.joined():
         from engine.launch.supervise import warm_up
@@ -188,7 +260,7 @@ def _prepared(settings: Settings, start_dir: str, run_dir: str) -> Job:
     try:
         _check_launcher(settings)
         handover.check(settings)
-        return prepare(settings, start_dir, run_dir)
+        return prepare(settings, start_dir, run_dir, resumed)
     except ValueError as error:
         raise SettingsError(str(error)) from error
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.transport import Channel, Edge, Transport, Work
+from engine.transport import Arrival, Channel, Edge, Transport, Work
 
 PIECE_BYTES = 2**20  # smaller ones cost more in wake-ups than their overlap wins on loopback
 
@@ -49,10 +49,33 @@ class Peers:
 
     def recv(self, source: int, tensor: Tensor) -> Work:
         """Post a receive from a position. The earlier it is posted, the cheaper its message travels."""
+        return self._source(source).irecv(tensor)
+
+    def _source(self, source: int) -> Channel:
         if source not in self._from:
             edge = Edge(self.members[source], self.members[self.position], self.label)
             self._from[source] = self.transport.channel(edge)
-        return self._from[source].irecv(tensor)
+        return self._from[source]
+
+    def operands(self, source: int, cut: Sequence[Tensor], slot: Hashable) -> list[Arrival]:
+        """Post receives of messages of the sizes of `cut`, one for each, to be read once and let go in order.
+
+        They are read where the sender has them, where that can be; else they arrive in the scratch buffer `slot`.
+        """
+        if not cut:
+            return []
+        channel = self._source(source)
+        if channel.readable:
+            return [channel.iview(piece) for piece in cut]
+        return self.into(source, views_like(cut, self.scratch(slot, cut[0], sum(map(len, cut)))))
+
+    def into(self, source: int, buffers: Sequence[Tensor]) -> list[Arrival]:
+        """Post receives into buffers; an arrival is its buffer."""
+        return [_Received(buffer, self.recv(source, buffer)) for buffer in buffers]
+
+    def memory(self, elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a tensor [elements], zeros, from which messages are sent at the least cost."""
+        return self.transport.memory(elements * dtype.itemsize, device).view(dtype)
 
     def labelled(self, label: str) -> Peers:
         """Return the same members over other channels, counted together with these."""
@@ -65,6 +88,20 @@ class Peers:
         if kept is None or len(kept) < nbytes or kept.device != like.device:
             kept = self._scratch[slot] = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
         return kept[:nbytes].view(like.dtype)[:elements]
+
+
+class _Received:
+    """A message in a buffer of the receiver's: an `Arrival`."""
+
+    def __init__(self, buffer: Tensor, work: Work) -> None:
+        self._buffer, self._work = buffer, work
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._buffer
+
+    def free(self) -> None:
+        """There is nothing to give back."""
 
 
 def mesh(members: Sequence[int], pairs: Iterable[tuple[int, int]], label: str) -> list[Edge]:

@@ -32,7 +32,7 @@ def run_threads(ranks: int, main: Callable[..., T], *args: Any, timeout_s: float
     Within, `engine.Pipeline`, `engine.rank()` and all else of the engine see this rank of `ranks`. The first exception
     of a rank that is no consequence of another's is raised here. `timeout_s` limits every wait for another rank.
     """
-    if not isinstance(ranks, int) or ranks < 1:
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
         raise ValueError(f"ranks={ranks!r} must be a whole number, at least 1")
     run = _Run(ranks, timeout_s)
     threads = [run.thread(rank, main, args) for rank in range(ranks)]

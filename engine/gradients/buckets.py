@@ -69,7 +69,7 @@ class Reducer:
         require_alike(collective, prints, "replicas must hold equal stages", "parameters")
         self._setup_bytes, self.bytes_sent = collective.bytes_sent, 0  # for gradients, up to the last `wait`
         self.buckets = cut(self.named[::-1], bucket_bytes, self._combine.marks, self._combine.shards)
-        self._flats = [torch.zeros(b.elements, dtype=b.first.dtype, device=b.first.device) for b in self.buckets]
+        self._flats = [collective.peers.memory(b.elements, b.first.dtype, b.first.device) for b in self.buckets]
         self._views = [b.views(flat) for b, flat in zip(self.buckets, self._flats, strict=True)]
         self._turns = [self._order.add(partial(self._start, number)) for number in range(len(self.buckets))]
         homes = {id(p): number for number, bucket in enumerate(self.buckets) for _, p in bucket.named}

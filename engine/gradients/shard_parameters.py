@@ -17,10 +17,15 @@ from engine.gradients.layout import Bucket
 
 
 class ShardParameter(NamedTuple):
-    """The part of parameter `number` (of the reducer's `named`) that an owner updates."""
+    """The part of parameter `number` (of the reducer's `named`) that an owner updates.
+
+    `flat`: elements from `first` on in the order of memory; else the whole parameter, in its own shape.
+    """
 
     number: int
     parameter: nn.Parameter
+    first: int = 0
+    flat: bool = False
 
 
 class Owned(NamedTuple):
@@ -49,7 +54,7 @@ def owned(bucket: Bucket, span: tuple[int, int], values: Tensor, numbers: dict[i
         if begin >= end:
             continue
         own = values[begin - span[0] : end - span[0]] if flat else views[place]
-        piece = ShardParameter(numbers[id(parameter)], nn.Parameter(own))
+        piece = ShardParameter(numbers[id(parameter)], nn.Parameter(own), begin - offset if flat else 0, flat)
         found.append(Owned(place, piece, begin - span[0], end - span[0]))
     return found
 

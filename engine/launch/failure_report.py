@@ -23,6 +23,9 @@ OUT_OF_MEMORY = (
 )
 
 
+STOPPED = 75  # exit code of a run that ended as it was asked to, saved: "try again later" (sysexits.h)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a run ended.
@@ -48,6 +51,7 @@ class FailureReport:
     )  # rank -> exit code as multiprocessing gives it, if known
     positions: dict[int, Place] = field(default_factory=dict)  # rank -> what it was last seen doing
     helper: str | None = None  # how a process ended that is no rank, and without which none can go on
+    stopped: int | None = None  # after so many steps the ranks have ended because they were asked to
     offsets: dict[int, int] = field(default_factory=dict)  # rank with another clock -> ns to rank 0's
 
     def add_clock(self, meta: Meta) -> None:
@@ -93,6 +97,9 @@ class FailureReport:
         """
         if self.failed:
             return Outcome("failed", self.message(), 1, self.traceback)
+        if self.stopped is not None:
+            told = f"ended after {self.stopped} steps as it was asked to; resume=FOLDER goes on from the checkpoint"
+            return Outcome("interrupted", told, STOPPED)
         if signum is not None:
             return Outcome("interrupted", f"interrupted by {signal.Signals(signum).name}", 128 + signum)
         return Outcome("completed")

@@ -16,6 +16,7 @@ import torch
 from engine import environment
 from engine.job import Job
 from engine.launch import interrupt, joined
+from engine.launch.ending import Ending
 from engine.launch.failure_report import FailureReport, Outcome
 from engine.launch.rank import guarded, thread_logging, work
 from engine.launch.supervise import Entry, OnRecord, Supervisor
@@ -67,7 +68,7 @@ def in_threads(job: Job, on_record: OnRecord, entry: Entry | None = None) -> Out
         with interrupt.waking(events.put):
             for thread in threads:
                 thread.start()
-            signum = _collect(events, on_record, failures, hub)
+            signum = _collect(job, events, on_record, failures, hub)
     finally:
         hub.abort()
         for thread in threads:
@@ -91,9 +92,9 @@ def _thread(job: Job, rank: int, hub: ThreadHub, events: Events, entry: Entry) -
     return threading.Thread(target=main, name=f"rank {rank}", daemon=True)
 
 
-def _collect(events: Events, on_record: OnRecord, failures: FailureReport, hub: ThreadHub) -> int | None:
+def _collect(job: Job, events: Events, on_record: OnRecord, failures: FailureReport, hub: ThreadHub) -> int | None:
     """Hand on records until every thread has ended, or one could not be brought to; the signal, if one came."""
-    left, signum = failures.world, None
+    left, signum, ending = failures.world, None, Ending(job, on_record)
     while left:
         try:
             event = events.get(timeout=LEAVE_GRACE_S if failures.failed or signum else None)
@@ -102,11 +103,14 @@ def _collect(events: Events, on_record: OnRecord, failures: FailureReport, hub: 
         if event is None:
             left -= 1
         elif isinstance(event, int):
-            signum = event
-            hub.abort()
+            if not ending.ask(event):
+                signum = event
+                hub.abort()
         elif signum is None:  # what ranks say after they were told to stop is no news
             record = decode(event)
             if record.kind == "error":
                 failures.add_error(record.meta)
+            elif record.kind == "done":
+                failures.stopped = record.meta.get("stopped")
             on_record(record)
     return signum

@@ -25,6 +25,7 @@ from typing import Any
 from engine.errors import ExhaustedError
 from engine.job import Job
 from engine.launch import handover, interrupt
+from engine.launch.ending import Ending
 from engine.launch.failure_report import FailureReport, ended
 from engine.telemetry import position
 from engine.telemetry.records import Record, decode
@@ -120,10 +121,12 @@ class Supervisor:
     entry: Entry
     meeting: Any  # handed to every entry: where the ranks find each other
     failures: FailureReport = field(init=False)
+    ending: Ending = field(init=False)
     workers: list[WorkerProcess] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.failures = FailureReport(self.job.ranks, self.job.world)
+        self.ending = Ending(self.job, self.on_record)
 
     def run(self) -> int | None:
         """Run all workers; return the number of the signal that interrupted the run, or None. See `failures`."""
@@ -184,7 +187,9 @@ class Supervisor:
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready = wait([signals, *self._sources()], timeout)
             if signals in ready:
-                return os.read(signals, 1)[0]
+                signum = os.read(signals, 1)[0]
+                if not self.ending.ask(signum):
+                    return signum
             for worker in self.workers:
                 self._hear(worker, ready)
 
@@ -215,6 +220,7 @@ class Supervisor:
     def _take(self, worker: WorkerProcess, record: Record) -> None:
         if record.kind == "done":
             worker.done = True
+            self.failures.stopped = record.meta.get("stopped")
         elif record.kind == "error":
             worker.reported = True
             self.failures.add_error(record.meta)

@@ -87,6 +87,11 @@ class Loss(ABC):
         """(correct, scored) of a classification; None for anything else."""
         return scored(output, target, self.ignore_index)
 
+    @property
+    def module(self) -> nn.Module | None:
+        """The module in which a user's loss keeps what it moves from call to call, where it is one."""
+        return None
+
     @abstractmethod
     def apart(self, training: bool = True) -> Loss:
         """A copy whose calls leave this one as it is; in evaluation mode where it is not for `training`."""
@@ -265,11 +270,16 @@ class UserLoss(Loss):
             function = copy.deepcopy(self._function)
         made = UserLoss(function, self._where)
         made._mean = self._mean
-        inner = function.func if isinstance(function, partial) else function
-        module = getattr(inner, "__self__", inner)  # of a module, or of one's method
-        if isinstance(module, nn.Module) and not training:
-            module.eval()
+        if made.module is not None and not training:
+            made.module.eval()
         return made
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The function where it is a module, or the module of which it is a method."""
+        inner = self._function.func if isinstance(self._function, partial) else self._function
+        module = getattr(inner, "__self__", inner)
+        return module if isinstance(module, nn.Module) else None
 
     def _call(self, output: Any, target: Any) -> tuple[Tensor, Any]:
         """(sum, count), or (mean, None)."""

@@ -25,10 +25,12 @@ from engine.collectives import Collective
 from engine.distributed.world import current
 from engine.errors import a_type
 from engine.gradients.division import Shards
+from engine.pipeline.arguments import check_values, refusing_arguments
 from engine.pipeline.batches.batch import ReplicaBatch
 from engine.pipeline.batches.microbatch import samples_of, sizes
 from engine.pipeline.batches.window import Window
 from engine.pipeline.dtypes import to_device
+from engine.pipeline.fingerprints import check_equal, fingerprints
 from engine.pipeline.layers import Given, layers_of
 from engine.pipeline.losses import Loss, make_loss
 from engine.pipeline.prepared import Prepared, device_in, prepare_alone
@@ -48,7 +50,8 @@ class Pipeline(Runner):
     Args:
         layers: an nn.Sequential, a list of modules, (name, module) or (name, function that builds the module), or any
             other module (see `example`). Of functions each rank calls those of its own stages, seeded from (`seed`,
-            position); modules that are given must be equal on all ranks, and those of other stages are let go.
+            position); modules that are given must have equal weights on all ranks (those of other ranks' stages may be
+            on the meta device), and those of other stages are let go.
         loss: a function or module of (output, target) that returns one mean, or (sum, count).
         schedule: name of the schedule, see `python -m engine --help`; `options` are its own, such as {"chunks": 2}.
         microbatches: how many a replica's share of a batch is cut into.
@@ -98,16 +101,24 @@ class Pipeline(Runner):
         prepared: Prepared | None = None,
         example: Any = None,
     ) -> None:
+        alone = prepared is None
         scoring = make_loss(loss, "loss")
         if overlap is not None:
             check_arguments(overlap, ARGUMENTS, "overlap")
-        if prepared is None:
+        if alone:
+            check_values(
+                schedule=schedule, microbatches=microbatches, ranks=ranks, replicas=replicas, options=options,
+                split=split, optimizer=optimizer, lr_scheduler=lr_scheduler, clip_norm=clip_norm,
+                clip_norm_type=clip_norm_type, bucket_bytes=bucket_bytes, shard_optimizer=shard_optimizer,
+                device=device, dtype=dtype, autocast=autocast, seed=seed,
+            )  # fmt: skip
             world = current()
             device = device_in(world, device)
         on = torch.device(device or "cpu")
         given = layers_of(layers, example, split or (), on, dtype)
         within = forward_context(autocast, on)
-        with undisturbed(on) if prepared is None else nullcontext():
+        self._said = refusing_arguments if alone else nullcontext
+        with self._said(), undisturbed(on) if alone else nullcontext():
             if prepared is None:
                 division = Shards if shard_optimizer else None
                 rules = UpdateRules(optimizer, lr_scheduler, clip_norm, clip_norm_type, division, bucket_bytes)
@@ -116,7 +127,10 @@ class Pipeline(Runner):
                     options=options or {}, split=split, allreduce=allreduce, rules=rules, device=on, dtype=dtype,
                     autocast=within,
                 )  # fmt: skip
+            prints = fingerprints(given) if alone else None
             super().__init__(given, scoring, prepared, schedule, on, dtype, within, seed, overlap)
+        if prints is not None:
+            check_equal(given, prints, self._sum)
         self._microbatches = SCHEDULES[schedule].per_update(microbatches)
         self._state = WholeState(self.stages, self.tables.placement, prepared.transport, prepared.connections.label)
         self._done = 0  # steps
@@ -149,17 +163,20 @@ class Pipeline(Runner):
             with self._guarded():
                 ran = self.run(share, self._done)
             self._done += 1
-            losses += self._means([(sum(ran.losses), ran.counted)])
+            losses += self._means([(sum(ran.losses), ran.counted, share.rows)])
         return losses
 
     def _stream(self, shares: Sequence[ReplicaBatch]) -> list[Tensor]:
-        if len({id(self._messages(True, share)) for share in shares}) > 1:
+        first = self._done
+        found: list[tuple[float, float, int]] = []
+        with self._said():
+            tables = {id(self._messages(True, share)) for share in shares}
+        if len(tables) > 1:
             raise ValueError("the batches of one call of steps() differ in shape or dtype: call it once for each shape")
-        first, found = self._done, []
 
         def after(window: Window) -> None:
             _, losses, counted = window.updated()
-            found.append((sum(losses), counted))
+            found.append((sum(losses), counted, shares[len(found)].rows))
 
         pieces = [[rows for piece in share.pieces for rows in piece] for share in shares]
         with self._guarded():
@@ -173,11 +190,13 @@ class Pipeline(Runner):
         """The mean loss of a batch (as in `step`, of any size), in evaluation mode and without gradients.
 
         `output(output, target)` is called for each micro-batch in order, on the rank of the last stage. Replicas
-        evaluate their own shares, with the buffers (BatchNorm's statistics) of the first.
+        evaluate their own shares, with the buffers (BatchNorm's statistics) of the first. ValueError where no rank has
+        a sample.
         """
         self._check_open()
         share = self._share(batch, None)
-        loss, messages, found = self.loss.apart(training=False), self._messages(False, share), [0.0, 0.0]
+        with self._said():
+            loss, messages, found = self.loss.apart(training=False), self._messages(False, share), [0.0, 0.0]
 
         def evaluated(made: Any, target: Any, microbatch: int) -> None:
             found[0] += float(loss(made, target))
@@ -188,7 +207,7 @@ class Pipeline(Runner):
         with self._guarded(), self.evaluating():
             if share.pieces:
                 self.run_evaluation(share, loss, evaluated)
-        return self._means([(found[0], found[1])])[0]
+        return self._means([(found[0], found[1], share.rows)])[0]
 
     # -- as an nn.Module -------------------------------------------------------------------------------------------
 
@@ -226,6 +245,7 @@ class Pipeline(Runner):
         finite where `error_if_nonfinite`. ValueError where the pipeline updates itself: give clip_norm= instead.
         """
         self._check_open()
+        check_values(max_norm=max_norm, norm_type=norm_type)
         if self._prepared.rules.optimizer is not None:
             raise ValueError("with optimizer= gradients are gone after step(): give clip_norm= to the pipeline instead")
         norm = self.updater.norms(norm_type).total()
@@ -271,6 +291,7 @@ class Pipeline(Runner):
             self.updater.close()
 
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -305,7 +326,7 @@ class Pipeline(Runner):
     def _guarded(self) -> Iterator[None]:
         """Around computations: generators are left alone; what is raised says in a note where in the program it was."""
         try:
-            with undisturbed(self.device):
+            with self._said(), undisturbed(self.device):
                 yield
         except BaseException as error:
             if (place := place_of(error)).action is not None:
@@ -313,8 +334,16 @@ class Pipeline(Runner):
                 error.add_note(f"in {place.action} of the pipeline ({where})")
             raise
 
-    def _means(self, found: Sequence[tuple[float, float]]) -> list[Tensor]:
-        """Of (loss sum, count) pairs of this rank: the mean losses over all ranks."""
-        table = torch.tensor(found, dtype=torch.float64, device=self._prepared.transport.device)
-        self.communicators.sum_losses(table)
-        return list((table[:, 0] / table[:, 1]).cpu().unbind())
+    def _means(self, found: Sequence[tuple[float, float, int]]) -> list[Tensor]:
+        """Of (loss sum, count, samples) of this rank: the mean losses over all ranks; NaN where nothing was scored."""
+        table = torch.tensor(found, dtype=torch.float64)
+        self._sum(table)
+        if not table[:, 2].all():
+            raise ValueError("no rank was given a sample: a batch has at least one")
+        return list((table[:, 0] / table[:, 1]).unbind())
+
+    def _sum(self, table: Tensor) -> None:
+        """Sum numbers in float64 on the CPU over all ranks, in place."""
+        there = table.to(self._prepared.transport.device)
+        self.communicators.sum_losses(there)
+        table.copy_(there)

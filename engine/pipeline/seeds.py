@@ -100,10 +100,19 @@ def loading(seed: int, step: int, replica: int) -> Iterator[None]:
         yield
 
 
+def seed_loading(seed: int, step: int, replica: int) -> None:
+    """What `loading` seeds, in a process that does nothing else: without the lock, which a fork may find taken."""
+    _seed(seed_for(seed, "samples", step, replica))
+
+
 @contextmanager
 def _seeded(value: int) -> Iterator[None]:
     with _DRAWING:
-        torch.default_generator.manual_seed(value)
-        np.random.seed(value % 2**32)
-        random.seed(value)
+        _seed(value)
         yield
+
+
+def _seed(value: int) -> None:
+    torch.default_generator.manual_seed(value)
+    np.random.seed(value % 2**32)
+    random.seed(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -45,21 +45,24 @@ class WholeState:
 
     def load(self, state: Mapping[str, Any], strict: bool) -> _IncompatibleKeys:
         """Copy what of `state` is this rank's; the names that are missing and that are unknown."""
-        known: list[str] = []
+        known: dict[str, Any] = {}  # name -> shape, None of what is no tensor
         for stage in range(self._placement.stages):
-            known += self._from_owner(stage, list(self._stages[stage].state_dict()) if self._owns(stage) else [])
-        missing, unknown = [n for n in known if n not in state], [n for n in state if n not in set(known)]
+            own = self._stages[stage].state_dict() if self._owns(stage) else {}
+            known |= self._from_owner(stage, {name: _shape(value) for name, value in own.items()})
+        missing, unknown = [n for n in known if n not in state], [n for n in state if n not in known]
         if strict and (missing or unknown):
             parts = [
                 f"{what} {_listed(names)}" for what, names in (("lacks", missing), ("has unknown", unknown)) if names
             ]
             raise ValueError(f"the state {' and '.join(parts)}: load that of the same model, or give strict=False")
-        for held in self._stages.values():
-            for layer in held.layers:
-                names = {f"{layer.prefix}{key}": key for key in layer.module.state_dict()}
-                own = {key: state[name] for name, key in names.items() if name in state}
-                with refusing(lambda error: f"layer {layer.name!r} does not take its state: {said(error)}"):  # noqa: B023
-                    layer.module.load_state_dict(own, strict=False)
+        wrong = [
+            f"{name} is {_shape(state[name])} and has to be {shape}"
+            for name, shape in known.items()
+            if name in state and _shape(state[name]) != shape
+        ]
+        if wrong:
+            raise ValueError(f"tensors of the state have other shapes: {_listed(wrong)}: load that of the same model")
+        take(self._stages.values(), state)
         return _IncompatibleKeys(missing, unknown)
 
     def _owns(self, stage: int) -> bool:
@@ -69,6 +72,20 @@ class WholeState:
         if self._transport.world == 1:
             return value
         return broadcast_value(value, self._placement.rank_of[0][stage], self._everybody())
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+def take(stages: Iterable[Stage], state: Mapping[str, Any]) -> None:
+    """Copy what of `state` belongs to these stages into their layers, in place; ValueError where a layer refuses it."""
+    for held in stages:
+        for layer in held.layers:
+            names = {f"{layer.prefix}{key}": key for key in layer.module.state_dict()}
+            own = {key: state[name] for name, key in names.items() if name in state}
+            with refusing(lambda error: f"layer {layer.name!r} does not take its state: {said(error)}"):  # noqa: B023
+                layer.module.load_state_dict(own, strict=False)
 
 
 def _copy(value: Any) -> Any:

@@ -41,12 +41,13 @@ def find_ties(names: Sequence[str], modules: Sequence[nn.Module]) -> tuple[Tie, 
     found = []
     for (layer, name), each in homes.items():
         if len(each) > 1:
-            full = _prefix(names[layer], modules[layer]) + name
+            full = prefix_of(names[layer], modules[layer]) + name
             found.append(Tie(full, tuple(each), places.get((layer, name))))
     return tuple(found)
 
 
-def _prefix(name: str, module: nn.Module) -> str:
+def prefix_of(name: str, module: nn.Module) -> str:
+    """What stands before the names of a layer's tensors in those of the unsplit model."""
     return "" if getattr(module, "_whole_names", False) else f"{name}."
 
 
@@ -69,7 +70,7 @@ def _share_declared(names: Sequence[str], modules: Sequence[nn.Module], layer: i
 def _named(names: Sequence[str], modules: Sequence[nn.Module], wanted: str) -> nn.Parameter | None:
     for name, module in zip(names, modules, strict=False):
         for key, parameter in module.named_parameters(remove_duplicate=False):
-            if _prefix(name, module) + key == wanted:
+            if prefix_of(name, module) + key == wanted:
                 return parameter
     return None
 

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from engine.checkpoint.resume import check
+from engine.checkpoint.store import Checkpoint
 from engine.job import Job, MessageSpec
 from engine.pipeline.batches.microbatch import passes, sizes
 from engine.pipeline.cutting.recording import key_of
@@ -37,7 +39,7 @@ from engine.prepare.devices import choose
 from engine.prepare.dry_run import Sample, length_of, sample_of, try_loss, try_update
 from engine.settings import Settings
 from engine.targets import blaming, locate, prepare_import_path
-from engine.training.async_window import stream_programs, window_lengths
+from engine.training.async_window import drains_of, stream_programs, window_lengths
 from engine.training.build import DTYPES, autocast_of, model_layers
 from engine.training.connect import transport_of
 from engine.training.connections import check_open_files, connections
@@ -47,12 +49,17 @@ from engine.training.replicas.reduction import grouped
 from engine.training.replicas.sharding import check_sharding
 from engine.training.samples.batches import Batches
 from engine.training.samples.source import dataset
+from engine.weights.initial import check_weights
+from engine.weights.model_file import unstorable
 
 log = logging.getLogger(__name__)
 
 
-def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
-    """The job that `settings` describe. Raises ValueError for every mistake found; starts nothing."""
+def prepare(settings: Settings, start_dir: str, run_dir: str, resumed: Checkpoint | None = None) -> Job:
+    """The job that `settings` describe, from the start or from a checkpoint on.
+
+    Raises ValueError for every mistake found; starts nothing.
+    """
     put_off()
     prepare_import_path(start_dir)
     settings = grouped(replace(settings, device=choose(settings, os.environ, torch.cuda.device_count())))
@@ -75,6 +82,8 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
             lambda: model_layers(settings.model, example, named, device, dtype), device, dtype,
             autocast_of(settings.precision, device),
         )  # fmt: skip
+    _check_weights(settings, model, lengths, start_dir)
+    start = _check_resumed(resumed, settings, model, lengths["train"])
     split = choose_split(settings, model, compute.placement.stages)
     apart, name = settings.data_parallel.asynchronous, compute.name
     check_ties(
@@ -97,7 +106,7 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
         random_loss = _try_parts(settings, model, loss, lengths, items, boundaries)
         _check_additive(settings, model, loss, items["train"], data)
     if compute.asynchronous:
-        training = _without_drains(settings, programs, lengths["train"], lengths["eval"])
+        training = _without_drains(settings, programs, lengths["train"], lengths["eval"] > 0, start)
     else:
         training = _step_by_step(settings, programs, {len(piece) for piece in pieces["train"]})
     forward = programs.evaluations()
@@ -113,6 +122,8 @@ def prepare(settings: Settings, start_dir: str, run_dir: str) -> Job:
         random_loss=random_loss,
         example=example,
         ties=model.ties,
+        start=start,
+        resumed=None if resumed is None else str(resumed.folder.absolute()),
         start_dir=start_dir,
         run_dir=run_dir,
         **training,
@@ -129,6 +140,26 @@ def _example(settings: Settings, sample: Sample, device: torch.device, dtype: to
     rows = smallest // (settings.train.accumulate * _microbatches(settings))
     with FakeTensorMode():
         return key_of(fake_batch(sample[0], max(rows, 1), device, dtype), training=True)
+
+
+def _check_weights(settings: Settings, model: FakeModel, lengths: Mapping[str, int], start_dir: str) -> None:
+    """The weights that a run begins with and leaves must fit the model, and there must be what chooses among them."""
+    evaluates = lengths["eval"] > 0 and (settings.eval.every != 0 or settings.mode == "evaluate")
+    if settings.mode == "evaluate" and not evaluates:
+        raise ValueError("mode=evaluate needs held-out samples: give data.evaluation, as conf/data/digits.yaml does")
+    state = model.state
+    check_weights(settings.init, start_dir, state)
+    if settings.checkpoint.best and not evaluates:
+        raise ValueError("checkpoint.best=true needs evaluations: give data.evaluation, and eval.every above 0 or null")
+    if settings.mode != "train" or settings.save == "never":
+        return
+    if settings.save == "best" and not evaluates:
+        raise ValueError(
+            f"save=best keeps the weights of the best evaluation, and there is none (data.evaluation has "
+            f"{lengths['eval']} samples, eval.every={settings.eval.every}): have some, or use save=final"
+        )
+    if wrong := unstorable(state):
+        raise ValueError(f"model.safetensors cannot hold {wrong}: set save=never, or give the model other buffers")
 
 
 def _programs(settings: Settings) -> StepPrograms:
@@ -154,13 +185,30 @@ def _step_by_step(settings: Settings, programs: StepPrograms, microbatches: Iter
     }
 
 
-def _without_drains(settings: Settings, programs: StepPrograms, samples: int, eval_samples: int) -> dict[str, Any]:
+def _without_drains(
+    settings: Settings, programs: StepPrograms, samples: int, evaluates: bool, start: int
+) -> dict[str, Any]:
     """What a job holds of an asynchronous schedule: a program for each window between two drains."""
     batches = _batches(settings, samples)
-    windows = window_lengths(_steps(settings, batches), settings.eval.every if eval_samples else None)
-    streams = stream_programs(settings, programs, batches, windows)
+    steps, drains = _steps(settings, batches), drains_of(settings, batches, evaluates)
+    windows = window_lengths(steps, drains, start)
+    # Where all steps are done there is nothing to run, and the last one's program stands for those that ran.
+    streams = stream_programs(settings, programs, batches, windows or (1,), min(start, steps - 1))
     first = programs.stream(next(iter(streams)))
     return {"compute": first, "steps": {}, "passes": {}, "windows": windows, "streams": streams}
+
+
+def _check_resumed(resumed: Checkpoint | None, settings: Settings, model: FakeModel, samples: int) -> int:
+    """Steps done before; ValueError where the run cannot go on from there."""
+    if resumed is None:
+        return 0
+    parameters = {
+        f"{name}.{key}": tuple(parameter.shape)
+        for name, module in zip(model.names, model.modules, strict=True)
+        for key, parameter in module.named_parameters()
+    }
+    check(resumed.manifest, settings, _steps(settings, _batches(settings, samples)), samples, parameters)
+    return resumed.manifest.step
 
 
 def sized_model(config: Mapping[str, Any], placement: Placement) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class ProgressBar:
     """A bar over the steps of `job` on `console`; nothing but passed lines where `shown` is false."""
 
     def __init__(self, job: Job, console: TextIO, shown: bool) -> None:
-        self._console, self._shown, self.total = console, shown, _steps(job)
+        self._console, self._shown, self.total, self._start = console, shown, _steps(job), job.start
         self._bar: Any = None
 
     def step(self, step: Step) -> bool:
@@ -30,7 +30,7 @@ class ProgressBar:
         if not self._shown:
             return False
         if self._bar is None:
-            self._bar = _Bar(total=self.total, unit="step", file=self._console, dynamic_ncols=True)
+            self._bar = _Bar(total=self.total, initial=self._start, unit="step", file=self._console, dynamic_ncols=True)
         loss = "-" if step.loss is None else f"{step.loss:.4g}"
         postfix = {"loss": loss, "samples/s": f"{step.samples_per_second:.1f}"}
         self._bar.set_postfix(postfix, refresh=False)

@@ -31,6 +31,7 @@ from engine.files import write_bytes, write_json, write_text
 from engine.job import Job
 from engine.plan.timeline import Timeline
 from engine.predict.costs import COSTS_NAME, MeasuredCosts
+from engine.report.earlier import Earlier
 from engine.report.log import RunLog, line_of, tag
 from engine.report.perfetto import write_trace
 from engine.report.pictures.figure import Picture, preload
@@ -53,7 +54,7 @@ class Recorder:
     """Writes a run folder and the console from records: call it with every record, then `finish` once.
 
     `console` is sys.stdout unless given. `console_level`: log lines of this level (logging's numbers) and above are
-    shown on the console too.
+    shown on the console too. `earlier`: of a run that goes on, what it takes over.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Recorder:
         progress: bool = True,
         console: TextIO | None = None,
         console_level: int = logging.WARNING,
+        earlier: Earlier | None = None,
     ) -> None:
         self.job, self.folder = job, Path(run_dir)
         self._console_level = console_level
@@ -71,7 +73,7 @@ class Recorder:
         self._board = Board(self.folder)
         self._progress = ProgressBar(job, console or sys.stdout, progress)
         self._steps, self._evaluations = Steps(job), Evaluations(job)
-        self._totals, self._measure = Totals(job), SteadyMeasure(job) if job.windows else Measure(job)
+        self._totals, self._measure = Totals(job, earlier), SteadyMeasure(job) if job.windows else Measure(job)
         self._clocks = ClockAlignment(job.world, job.ranks)
         apart = job.settings.data_parallel.asynchronous
         self._barrier = Barrier(job) if job.replicas > 1 and not apart else None
@@ -83,6 +85,15 @@ class Recorder:
         self._raw: Recorded | None = None  # the last traced step, each rank on its own clock
         self._watch = LossWatch(job.settings.train.stop_on_nan)
         self._summary: dict[str, Any] | None = None
+        if earlier is not None:
+            self._board.take_over(earlier.kept(whole=job.start == self._progress.total))
+            self._board.flush()
+            if earlier.events is not None:
+                earlier.events.unlink(missing_ok=True)  # exactly one event file of a run
+
+    def progress(self) -> dict[str, Any]:
+        """What a resumed run takes over into its summary."""
+        return {"first_loss": self._totals.first_loss}
 
     def __call__(self, record: Record) -> None:
         """Take in one record of a worker, whatever its kind."""
@@ -101,6 +112,8 @@ class Recorder:
             self._costs.threads = record.meta["threads"]
         elif record.kind == "memory":
             self._totals.add_memory(record.meta)
+        elif record.kind == "checkpoint":
+            self._totals.add_checkpoint(record.meta)
         elif record.kind == "clock":
             self._clocks.add(record)
         if line := line_of(record):

@@ -16,17 +16,21 @@ from engine.account.records.gather import EvaluationResult, Step
 from engine.categories import NAMES
 from engine.job import Job
 from engine.ranks import Rank
+from engine.report.earlier import Earlier
 
 HELD = ("parameters", "gradients", "buckets", "optimizer_state")  # of a `memory` record
 
 
 class Totals:
-    """Running figures over completed steps; memory grows by two numbers a step."""
+    """Running figures over completed steps; memory grows by two numbers a step.
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    `earlier`: of a run that goes on. What it did before counts as steps and samples, and times are of this attempt.
+    """
+
+    def __init__(self, job: Job, earlier: Earlier | None = None) -> None:
+        self._job, self._earlier = job, earlier
         self.steps = self.traced = self.samples = 0
-        self.first_loss: float | None = None
+        self.first_loss: float | None = None if earlier is None else earlier.first_loss
         self.last_loss: float | None = None
         self.last_index = 0
         self.evaluation: EvaluationResult | None = None
@@ -37,12 +41,14 @@ class Totals:
         self._sent = [0] * job.ranks
         self._moved = [0] * job.world
         self._reduced = 0
+        self._checkpoints: dict[int, list[tuple[int, int, bool]]] = {}
         self._held: dict[int, Mapping[str, int]] = {}
         self._versions, self._staleness = [1] * job.ranks, [0] * job.placement.stages
 
     def add(self, step: Step) -> None:
         """Count one whole step, in the order of steps."""
-        self.first_loss = step.loss if self.steps == 0 else self.first_loss
+        if self.steps == 0 and self._earlier is None:
+            self.first_loss = step.loss
         self.last_loss, self.last_index = step.loss, step.index
         self.steps += 1
         self.traced += step.recorded is not None
@@ -56,6 +62,11 @@ class Totals:
         self._reduced = max(self._reduced, step.reduce_bytes_sent)
         self._versions = list(map(max, self._versions, step.weight_versions or self._versions))
         self._staleness = list(map(max, self._staleness, step.staleness or self._staleness))
+
+    def add_checkpoint(self, meta: Mapping[str, Any]) -> None:
+        """Take in a `checkpoint` record: what a rank copied, and whether it is on the disk."""
+        told = self._checkpoints.setdefault(meta["step"], [])
+        told.append((meta["copy_ns"], meta.get("nbytes", 0), meta["error"] is None))
 
     def add_memory(self, meta: Mapping[str, int]) -> None:
         """Take in a `memory` record: what a rank holds, in bytes."""
@@ -73,7 +84,7 @@ class Totals:
         `data_parallel`: what is said of replicas.
         """
         job, seconds = self._job, self._timed(self._seconds)
-        total = sum(seconds)
+        total, before = sum(seconds), self._earlier or Earlier(0, 0, None, None)
         content: dict[str, Any] = {"status": status} | ({"error": error} if error else {})
         return content | {
             "schedule": job.compute.name,
@@ -82,9 +93,9 @@ class Totals:
             "microbatches": job.settings.pipeline.microbatches,
             "replicas": job.replicas,
             "global_batch_size": job.settings.train.global_batch_size,
-            "steps": self.steps,
+            "steps": before.step + self.steps,
             "traced_steps": self.traced,
-            "samples": self.samples,
+            "samples": before.samples + self.samples,
             "loss": {"first": self.first_loss, "last": self.last_loss, "not_finite_since": not_finite_since},
             "step_time": {
                 "median": statistics.median(seconds) if seconds else None,
@@ -98,6 +109,7 @@ class Totals:
             "peak_activation_bytes": self._peak_bytes,
             "memory": self._memory(),
             "evaluation": self.evaluation.summary() if self.evaluation else None,
+            "checkpoint": self._checkpoint(),
             "allreduce": {
                 "name": job.settings.allreduce.name,
                 "bytes_sent_per_rank": self._reduced,
@@ -110,6 +122,20 @@ class Totals:
             "weight_versions": self._versions,
             "staleness": self._staleness,
             "asynchronous": _asynchronous(job, bubbles),
+        }
+
+    def _checkpoint(self) -> dict[str, Any] | None:
+        """How many were made, their bytes, and the seconds that training waited for the copies: sums of the slowest."""
+        if not self._checkpoints and self._earlier is None:
+            return None
+        made = [told for told in self._checkpoints.values() if len(told) == self._job.world]
+        good = [told for told in made if all(well for *_, well in told)]
+        return {
+            "resumed_from": None if self._earlier is None else self._earlier.step,
+            "made": len(good),
+            "failed": len(made) - len(good),
+            "bytes": max((sum(nbytes for _, nbytes, _ in told) for told in good), default=0),
+            "waited": sum(max(copied for copied, *_ in told) for told in made) * 1e-9,
         }
 
     def _memory(self) -> dict[str, list[int]] | None:

@@ -26,10 +26,13 @@
 |              | of rank 0's clock), uncertainty_ns, at_ns (its own moment); only where the two clocks are not one   |
 | `memory`     | rank, and in bytes: parameters (with buffers; one version), gradients, buckets (that gradients are  |
 |              | reduced in), optimizer_state; once, of the first step                                               |
+| `checkpoint` | rank, step (optimizer steps done), error (what kept this rank from storing its part, or null),      |
+|              | copy_ns (training waited), best_loss (of evaluations so far, or null), and where it was copied      |
+|              | nbytes, write_ns, shard, tensors, update, extra: see `engine.checkpoint.manifest`                   |
 | `log`        | rank, level (logging's number), logger, message                                                     |
 | `error`      | rank, stage, microbatch, action (null where unknown), own (false: only a peer's death was seen),    |
 |              | peer (the rank waited for, or null), type, message, traceback, time_ns                              |
-| `done`       | rank                                                                                                |
+| `done`       | rank, stopped (the steps after which it has ended because the run was asked to, or null)            |
 
 `rank` is the world rank (`engine.ranks`).
 """

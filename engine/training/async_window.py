@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -16,11 +17,25 @@ from engine.training.samples.batches import Batches
 MOST_PAIRS = 2**20  # of a rank and a micro-batch in one window: its program is proven as a whole
 
 
-def window_lengths(steps: int, every: int | None) -> tuple[int, ...]:
-    """How many updates lie between the drains of a run of `steps`: it drains for an evaluation, and at the end."""
-    length = min(every or steps, steps)
-    full, rest = divmod(steps, length)
-    return (length,) * full + ((rest,) if rest else ())
+def window_lengths(steps: int, drains: Collection[int | None], start: int = 0) -> tuple[int, ...]:
+    """How many updates lie between the drains of a run from step `start` to `steps`.
+
+    It drains at its end, and after every so many steps as each number of `drains` says (None: never).
+    """
+    every = [each for each in drains if each]
+    ends = {step for each in every for step in range(start - start % each + each, steps, each)}
+    points = [start, *sorted(ends), steps]
+    return tuple(b - a for a, b in pairwise(points) if b > a)
+
+
+def drains_of(settings: Settings, batches: Batches, evaluates: bool) -> tuple[int | None, ...]:
+    """After how many steps at a time a run drains: for evaluations, and for checkpoints."""
+    epochs = settings.checkpoint.every_epochs
+    return (
+        settings.eval.every if evaluates else None,
+        settings.checkpoint.every_steps,
+        None if epochs is None else epochs * batches.per_epoch,
+    )
 
 
 def updates_of(batches: Batches, replica: int, first: int, count: int, most: int) -> Updates:
@@ -30,7 +45,7 @@ def updates_of(batches: Batches, replica: int, first: int, count: int, most: int
 
 
 def stream_programs(
-    settings: Settings, programs: StepPrograms, batches: Batches, windows: Sequence[int]
+    settings: Settings, programs: StepPrograms, batches: Batches, windows: Sequence[int], start: int = 0
 ) -> dict[Updates, Program]:
     """The lowered and verified program of every window that a replica can have. The first one's comes first.
 
@@ -38,7 +53,7 @@ def stream_programs(
     """
     most = SCHEDULES[settings.schedule["name"]].per_update(settings.pipeline.microbatches)
     proven, streams = programs.streams(), {}
-    for first, count in zip(np.cumsum([0, *windows]).tolist(), windows, strict=False):
+    for first, count in zip(np.cumsum([start, *windows]).tolist(), windows, strict=False):
         for replica in range(batches.replicas):
             updates = updates_of(batches, replica, first, count, most)
             if updates not in streams:

@@ -36,5 +36,7 @@ def connect(job: Job, rank: int, meeting: Any) -> Transport:
     """Make the transport of a world rank; the ranks meet at `meeting`, a store or the hub of threads."""
     info = transport_of(job.settings)
     waits = ANYWHERE if info.stream_ordered else waits_of(job, rank)
-    made: Transport = info.open(Endpoint(rank, job.world, meeting, job.settings.timeout_s, device_of(job, rank), waits))
+    in_place = job.settings.allreduce.shared_buckets == "auto"
+    device, timeout_s = device_of(job, rank), job.settings.timeout_s
+    made: Transport = info.open(Endpoint(rank, job.world, meeting, timeout_s, device, waits, in_place))
     return made

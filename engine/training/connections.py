@@ -22,6 +22,7 @@ from engine.training.replicas.reduction import collective_of
 from engine.training.replicas.sharding import division_of
 from engine.transport import Edge
 from engine.transports import TRANSPORTS
+from engine.weights.gather import edges
 
 OWN = 12  # files that a worker has open by itself
 
@@ -29,14 +30,25 @@ OWN = 12  # files that a worker has open by itself
 def connections(job: Job) -> Connections:
     """Every channel and group of a run.
 
-    Where the optimizer is divided, the copies of a stage have a channel between any two.
+    Where the optimizer is divided, the copies of a stage have a channel between any two. Ranks whose weights are saved
+    have one to rank 0, and all sum where they have to agree on an evaluation or on the time.
     """
     settings = job.settings
     programs = [*job.steps.values(), *job.streams.values(), *job.evaluations.values()]
     kind_of, edges_of = partial(collective_of, settings), partial(_reduction_edges, job)
     divided = division_of(settings) is not None
-    tied = stage_sets(job.ties, job.split)
-    return communicators.connections(programs, job.placement, job.replicas, kind_of, edges_of, divided, tied=tied)
+    asked = settings.checkpoint.best or settings.save == "best" or settings.checkpoint.every_minutes is not None
+    found = communicators.connections(
+        programs,
+        job.placement,
+        job.replicas,
+        kind_of,
+        edges_of,
+        divided,
+        everybody=asked,
+        tied=stage_sets(job.ties, job.split),
+    )
+    return found if settings.save == "never" else found._replace(edges=[*found.edges, *edges(job.placement)])
 
 
 def _reduction_edges(job: Job, kind: type[Collective], members: Sequence[int], label: str) -> list[Edge]:

@@ -12,11 +12,16 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.checkpoint.capture import restore
+from engine.checkpoint.reader import Reader
+from engine.gradients.servers.pushes import PushReducer
 from engine.job import Job
 from engine.pipeline.batches.window import Window
 from engine.pipeline.executor import Observer
@@ -32,16 +37,20 @@ from engine.ranks import Rank
 from engine.telemetry.clock import Clocks
 from engine.telemetry.records import LAYER_COLUMNS, encode
 from engine.telemetry.trace import tracer_for
+from engine.training.best import BestLoss
 from engine.training.build import DTYPES, autocast_of, model_layers, optimizer_of, scheduler_of
+from engine.training.checkpoints import Checkpoints
 from engine.training.connections import connections
 from engine.training.delay import slow_down
 from engine.training.device import device_of
 from engine.training.evaluate import Evaluation
+from engine.training.kept import KeptWeights
 from engine.training.memory import StaticMemory
 from engine.training.replicas.asynchronous_sgd import AsynchronousSGD, PushUpdater
 from engine.training.replicas.sharding import division_of
 from engine.training.samples.inputs import BatchStream
 from engine.transport import PeerError, Transport
+from engine.weights.initial import InitialWeights
 
 Post = Callable[[bytes], None]
 
@@ -71,6 +80,7 @@ class Worker(Observer):
             torch.cuda.set_device(self.device)
         self.tracer = tracer_for(self.device)
         self.pipeline = self._pipeline(transport, pushing)
+        self._begin_with_weights()
         self.stages, self.links, self.executor = self.pipeline.stages, self.pipeline.links, self.pipeline.executor
         self.update, self.reducers = self.pipeline.updater.update, self.pipeline.updater.reducers
         for stage in self.stages.values():
@@ -78,6 +88,14 @@ class Worker(Observer):
         self.last_here = job.placement.stages - 1 in self.stages
         self.inputs = BatchStream(job, rank, self.device, self.tracer, self._legal)
         self.evaluation = Evaluation(job, rank, self.pipeline)
+        self.best = BestLoss(job, self.pipeline)
+        self.kept = KeptWeights(job, rank, self.pipeline, transport)
+        self.checkpoints = Checkpoints(
+            job, rank, self.pipeline, self.inputs.batches.per_epoch, self.inputs.steps,
+            lambda told: self.post(encode("checkpoint", told)),
+        )  # fmt: skip
+        self._stopped: int | None = None  # after so many steps, before the last, because the run was asked to end
+        self._resume()
         self.async_sgd = AsynchronousSGD(job, self.reducers, self.inputs.steps) if pushing else None
         updates = [self.update] if self.async_sgd is None else self.async_sgd.updates
         divided = bool(self.pipeline.updater.sharded)
@@ -108,17 +126,37 @@ class Worker(Observer):
             overlap=make_overlap(settings.model.get("overlap")), prepared=prepared,
         )  # fmt: skip
 
+    def _resume(self) -> None:
+        """Go on from the checkpoint that the job names, where it does."""
+        if self.job.resumed is not None:
+            reader = Reader(Path(self.job.resumed))
+            restore(self.pipeline, reader)
+            self.best.loss = reader.manifest.best_loss
+
+    def _begin_with_weights(self) -> None:
+        """Begin with the weights that `init.weights` names, where it does."""
+        init = self.job.settings.init
+        if init.weights is None:
+            return
+        InitialWeights(init, self.job.start_dir).load(self.pipeline.stages.values())
+        for reducer in self.pipeline.updater.reducers.values():
+            if isinstance(reducer, PushReducer):
+                reducer.renew_server()
+
     def run(self) -> None:
         """Run all steps, and the evaluations between and after them."""
         hello = {"rank": self.world_rank, "pid": os.getpid(), "device": str(self.device)}
         self.post(encode("ready", hello | {"threads": torch.get_num_threads()}))
         self._compare_clocks()
         try:
-            if self.async_sgd is not None:
-                self.async_sgd.serve()
-            self._train()
-            if self.async_sgd is not None:
-                self.async_sgd.join()
+            if self.job.settings.mode == "evaluate":
+                self._evaluate(0)
+            else:
+                if self.async_sgd is not None:
+                    self.async_sgd.serve()
+                self._train()
+                if self.async_sgd is not None:
+                    self.async_sgd.join()
         except PeerError:
             if self.async_sgd is not None:
                 self.async_sgd.check()
@@ -128,8 +166,9 @@ class Worker(Observer):
                 self.async_sgd.close()
             self._flush()
         self._compare_clocks()
+        self.inputs.close()
         self.pipeline.close()
-        self.post(encode("done", {"rank": self.world_rank}))
+        self.post(encode("done", {"rank": self.world_rank, "stopped": self._stopped}))
 
     def _compare_clocks(self) -> None:
         """At both ends of a run: two offsets give the drift between."""
@@ -137,11 +176,14 @@ class Worker(Observer):
             self.post(encode("clock", {"rank": self.world_rank} | offset._asdict()))
 
     def _train(self) -> None:
-        every, steps = self.job.settings.eval.every, self.inputs.steps
-        self.inputs.fetch(0)
+        steps, done = self.inputs.steps, self.job.start
+        if self.job.settings.eval.at_start and done == 0:
+            self._evaluate(0)
+        self.inputs.fetch(done)
         self.tracer.pause_ended()
-        done = 0
-        for count in self.job.windows or [1] * steps:  # how many steps until the pipeline drains
+        counts = self.job.windows or [1] * (steps - done)  # how many steps until the pipeline drains, each time
+        for count in counts:
+            self.checkpoints.look_ahead(done + count)
             if self.job.windows:
                 self._stream(done, count)
             else:
@@ -149,11 +191,37 @@ class Worker(Observer):
                 if self.async_sgd is not None:
                     self.async_sgd.end(done)
             done += count
-            if every != 0 and (done == steps or (every is not None and done % every == 0)):
-                self._flush()
-                for record in self.evaluation.run(done):
-                    self.post(encode("evaluation", {"rank": self.world_rank} | record))
-                self.tracer.pause_ended()
+            self._between_steps(done)
+            if done == self.checkpoints.stop_at and done < steps:
+                self.checkpoints.finish()
+                self._stopped = done
+                return
+        if self.job.start == steps:  # all of them were done before
+            self._between_steps(done)
+        self.checkpoints.finish()
+        self.kept.ended(done)
+
+    def _between_steps(self, done: int) -> None:
+        """After `done` steps: evaluate, keep the best weights, make a checkpoint, each where it is due."""
+        every, improved = self.job.settings.eval.every, False
+        if every != 0 and (done == self.inputs.steps or (every is not None and done % every == 0)):
+            improved = self.best.improves(self._evaluate(done))
+            if improved:
+                self.kept.improved(done, self.best.loss)
+            self.tracer.pause_ended()
+        self.checkpoints.poll()
+        if self.checkpoints.due(done, improved):
+            self._flush()
+            self.checkpoints.make(done, self.best.loss)
+            self.tracer.pause_ended()
+
+    def _evaluate(self, done: int) -> list[dict[str, Any]]:
+        """Evaluate the weights after `done` steps; the records of this rank."""
+        self._flush()
+        records = self.evaluation.run(done)
+        for record in records:
+            self.post(encode("evaluation", {"rank": self.world_rank} | record))
+        return records
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -166,7 +234,7 @@ class Worker(Observer):
     def _begin(self, step: int, load: Callable[[], None]) -> None:
         """What is measured of a step starts here. `load`: the samples of the next one, while the rank waits anyway."""
         trace = self.job.settings.trace
-        self.tracer.on = step % trace.every < trace.consecutive
+        self.tracer.on = trace.every != 0 and step % trace.every < trace.consecutive
         self.executor.reset_peaks()
         if self.async_sgd is not None:
             self.async_sgd.begin(step)

@@ -36,7 +36,8 @@ class Endpoint(NamedTuple):
     """What a rank's transport is made of.
 
     `meeting`: where the ranks find each other, a torch.distributed Store between processes and a ThreadHub between
-    threads. `timeout_s` limits connecting and every wait; `waits` says how the rank waits for messages.
+    threads. `timeout_s` limits connecting and every wait; `waits` says how the rank waits for messages. `in_place`:
+    whether `Transport.memory` may be memory that other ranks read.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class Endpoint(NamedTuple):
     timeout_s: float
     device: torch.device
     waits: Waits = ANYWHERE
+    in_place: bool = True
 
 
 class PeerError(RuntimeError):
@@ -79,17 +81,34 @@ class Work(Protocol):
         """
 
 
+class Arrival(Protocol):
+    """A message that is to be read where it lies. Those of a channel are waited for and let go in order."""
+
+    def wait(self) -> Tensor:
+        """Block until the message is there, and return it: not to be written to, and the receiver's until `free`."""
+
+    def free(self) -> None:
+        """Let the sender have its memory back."""
+
+
 class Channel(Protocol):
-    """One end of an edge. `bytes_sent` counts payload bytes of isend."""
+    """One end of an edge. `bytes_sent` counts payload bytes of isend.
+
+    `readable`: whether a message can be read where it lies, by `iview`.
+    """
 
     edge: Edge
     bytes_sent: int
+    readable: bool
 
     def isend(self, tensor: Tensor) -> Work:
         """Post a send of a contiguous tensor, which must stay as it is until the work is waited for."""
 
     def irecv(self, tensor: Tensor) -> Work:
         """Post a receive into a contiguous tensor, which has its message once the work was waited for."""
+
+    def iview(self, like: Tensor) -> Arrival:
+        """Post a receive of a message of the size and dtype of `like` without a buffer; where `readable`."""
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
         """Return memory (uint8) that `isend` may send at less cost than other memory.
@@ -99,11 +118,25 @@ class Channel(Protocol):
 
 
 class AnyMemory:
-    """Mixin for channels that send all memory at the same cost."""
+    """Mixin for channels that send all memory at the same cost, and receive into buffers only."""
+
+    readable = False
+
+    def iview(self, like: Tensor) -> Arrival:
+        """Refuse: there is nothing to be read in place."""
+        raise NotImplementedError("a message of this channel needs a buffer to arrive in")
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:
         """Return new memory, uint8 [nbytes]."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+class PlainMemory:
+    """Mixin for transports that send all memory at the same cost."""
+
+    def memory(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return new memory, uint8 [nbytes], zeros."""
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 
 class Transport(Protocol):
@@ -124,6 +157,13 @@ class Transport(Protocol):
 
     def channel(self, edge: Edge) -> Channel:
         """Return this rank's end of an edge that was opened."""
+
+    def memory(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return memory (uint8 [nbytes], zeros) from which any channel sends at the least cost.
+
+        It is the caller's as long as the tensor, or a view of it, exists. A send from it must be waited for before it
+        is written to, as every send.
+        """
 
     def all_reduce(self, tensor: Tensor, members: Sequence[int], label: str) -> Work:
         """Sum over `members` (sorted world ranks), in place. Starting it does not block."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from engine.transport import AnyMemory, Channel, Edge, PeerError, PeerLost, PeerTimeout, Work
+from engine.transport import AnyMemory, Channel, Edge, PeerError, PeerLost, PeerTimeout, PlainMemory, Work
 from engine.transport.waits import ANYWHERE, Waits
 from engine.transports import TransportInfo
 
@@ -66,7 +66,7 @@ def check_reducible(tensor: Tensor, what: str) -> None:
         raise ValueError(f"{what}: the backend does not add {tensor.dtype}; allreduce=ring does")
 
 
-class C10dTransport(ABC):
+class C10dTransport(PlainMemory, ABC):
     """A rank's ends. Subclasses say how a process group is made (`_connect`) and torn down (`_break`).
 
     `device`: where the tensors live. `timeout_s` limits connecting and every wait. `info`: the transport's row.
@@ -125,7 +125,7 @@ class C10dTransport(ABC):
         peer = others[0] if len(others) == 1 else None
         return self.translated(lambda: C10dWork(self, group.allreduce([tensor]), tensor, what, peer), what, peer)
 
-    def check(self) -> None:  # noqa: B027
+    def check(self) -> None:
         """Do nothing: a process is killed where another rank has failed."""
 
     def close(self) -> None:

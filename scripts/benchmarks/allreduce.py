@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from benchmarks.allreduce_worker import ADD, GLOO, MEMCPY, Spec, Times, in_threads
+from benchmarks.allreduce_worker import ADD, GLOO, LIMIT, MEMCPY, Spec, Times, in_threads
 from benchmarks.link import bus_bandwidth, fitted, table
 from benchmarks.sides import LOOPBACK, run_together
 from engine.collectives import COLLECTIVES
@@ -48,10 +48,12 @@ def summed_up(spec: Spec, ranks: Sequence[Times]) -> dict[str, Any]:
         name: {
             nbytes: median(max(round_) for round_ in zip(*(times[name][nbytes] for times in ranks), strict=True))
             for nbytes in spec.sizes
+            if nbytes in ranks[0][name]
         }
         for name in ranks[0]
     }
     memcpy, add = seconds.pop(MEMCPY), seconds.pop(ADD)
+    limit = seconds.pop(LIMIT, {})
     peer = GLOO if GLOO in seconds else "native"
     gamma = add[max(spec.sizes)] / max(spec.sizes)
 
@@ -65,6 +67,7 @@ def summed_up(spec: Spec, ranks: Sequence[Times]) -> dict[str, Any]:
         "piece_bytes": spec.piece_bytes,
         "seconds": seconds,
         "memcpy": memcpy,
+        "in_place": limit,
         "bus_bandwidth": each(lambda n, t: bus_bandwidth(n, spec.ranks, t)),
         "peer": peer,
         "ratio_to_peer": each(lambda n, t: seconds[peer][n] / t) if peer in seconds else {},

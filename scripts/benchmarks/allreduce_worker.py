@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from engine.collectives import COLLECTIVES, peers
-from engine.transport import Endpoint, Transport
+from engine.transport import Edge, Endpoint, Transport
+from engine.transport.shared.ends import IN_PLACE_BYTES
 from engine.transport.threads import ThreadHub
 from engine.transports import TRANSPORTS
 
@@ -31,7 +32,7 @@ TIMEOUT_S = 120.0
 CALLS_BYTES = 2**25  # so many bytes are reduced between two looks at the clock, if that is within:
 LEAST_CALLS, MOST_CALLS = 2, 50
 GLOO = "gloo"  # torch.distributed's own all-reduce in its default group
-MEMCPY, ADD = "memcpy", "add"
+MEMCPY, ADD, LIMIT = "memcpy", "add", "in place, bare"
 
 Times = dict[str, dict[int, list[float]]]
 
@@ -57,15 +58,20 @@ def measure(spec: Spec, transport: Transport) -> Times:
     calls = _calls(spec, transport)
     times: Times = defaultdict(lambda: defaultdict(list))
     for nbytes in spec.sizes:
-        tensor, other = torch.ones(nbytes // 4), torch.empty(nbytes // 4)
+        shared = transport.memory(nbytes, torch.device("cpu")).view(torch.float32)  # as buckets of gradients are
+        plain, other = torch.ones(nbytes // 4), torch.empty(nbytes // 4)
         repeats = min(MOST_CALLS, max(LEAST_CALLS, CALLS_BYTES // nbytes))
         local: dict[str, Callable[[torch.Tensor], Any]] = {MEMCPY: other.copy_, ADD: other.add_}
+        incoming = next(edge for edge in _edges(spec) if edge.dst == transport.rank)
+        if transport.channel(incoming).readable and nbytes >= IN_PLACE_BYTES:
+            local[LIMIT] = _limit(spec, transport, shared)
         for round_ in range(spec.rounds + 1):
             for name, call in {**calls, **local}.items():
+                tensor = plain if name in (GLOO, MEMCPY, ADD) else shared
                 tensor.fill_(1.0)
                 call(tensor)
                 expected = 1.0 if name in local else float(spec.ranks)
-                assert tensor[0] == tensor[-1] == expected, f"{name} is wrong"
+                assert name == LIMIT or tensor[0] == tensor[-1] == expected, f"{name} is wrong"
                 tensor.zero_()
                 start = time.perf_counter()
                 for _ in range(repeats):
@@ -75,11 +81,42 @@ def measure(spec: Spec, transport: Transport) -> Times:
     return {name: dict(by_size) for name, by_size in times.items()}
 
 
+def _edges(spec: Spec) -> list[Edge]:
+    return [Edge(a, b, LIMIT) for a in range(spec.ranks) for b in range(spec.ranks) if a != b]
+
+
+def _limit(spec: Spec, transport: Transport, own: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    """What an all-reduce in place cannot be faster than: its reads and writes, without waiting for anybody.
+
+    Each rank adds its chunk from everybody's memory to its own, and copies everybody's chunk. The sums are wrong.
+    """
+    me, sizes = transport.rank, [len(chunk) for chunk in own.tensor_split(spec.ranks)]
+    others = [k % spec.ranks for k in range(me + 1, me + spec.ranks)]
+    arriving = {k: transport.channel(Edge(k, me, LIMIT)).iview(own) for k in others}
+    sent = [transport.channel(Edge(me, k, LIMIT)).isend(own) for k in others]
+    theirs = {k: arrival.wait().split(sizes) for k, arrival in arriving.items()}
+    for arrival in arriving.values():
+        arrival.free()  # what was seen stays mapped
+    for work in sent:
+        work.wait()
+    chunks = own.split(sizes)
+
+    def call(tensor: torch.Tensor) -> None:
+        for k in others:
+            for mine, other in zip(peers.message_pieces(chunks[me]), peers.message_pieces(theirs[k][me]), strict=True):
+                mine.add_(other)
+        for k in others:
+            chunks[k].copy_(theirs[k][k])
+
+    return call
+
+
 def _calls(spec: Spec, transport: Transport) -> dict[str, Callable[[torch.Tensor], Any]]:
     """All algorithms, connected."""
     members = list(range(spec.ranks))
     names = [name for name in spec.names if name != GLOO]
-    transport.open([edge for name in names for edge in COLLECTIVES[name].edges(members, name)])
+    limit = _edges(spec)
+    transport.open([*limit, *(edge for name in names for edge in COLLECTIVES[name].edges(members, name))])
     calls: dict[str, Callable[[torch.Tensor], Any]] = {}
     for name in spec.names:
         if name == GLOO:

@@ -62,19 +62,24 @@ def _off(terms: Terms, times: Mapping[int, float], link: LinkCosts) -> float:
 
 def table(world: Mapping[str, Any]) -> str:
     """One world's results, a column per algorithm, a line per size: microseconds per call, bus bandwidth in GB/s, and
-    how many times the peer's that is."""
-    seconds, peer = world["seconds"], world["ratio_to_peer"]
-    lines = [[f"N={world['ranks']} {world['transport']}", "memcpy GB/s", *seconds]]
+    how many times the peer's that is. Before them what memory allows: a copy, and the reads and writes of a reduction
+    in place, as bus bandwidth, where ranks can read each other's memory."""
+    seconds, peer, bare = world["seconds"], world["ratio_to_peer"], world["in_place"]
+    lines = [[f"N={world['ranks']} {world['transport']}", "memcpy GB/s", *(["bare GB/s"] if bare else []), *seconds]]
     for nbytes in sorted(world["memcpy"]):
         cells = [
             f"{times[nbytes] * 1e6:.0f}us {world['bus_bandwidth'][name][nbytes] * 1e-9:.2f}"
             + (f" x{peer[name][nbytes]:.2f}" if peer else "")
             for name, times in seconds.items()
         ]
-        lines.append([_size(nbytes), f"{nbytes / world['memcpy'][nbytes] * 1e-9:.2f}", *cells])
+        limit = [f"{bus_bandwidth(nbytes, world['ranks'], bare[nbytes]) * 1e-9:.2f}" if nbytes in bare else "-"]
+        memory = [f"{nbytes / world['memcpy'][nbytes] * 1e-9:.2f}", *(limit if bare else [])]
+        lines.append([_size(nbytes), *memory, *cells])
     fits = world["fit"]["algorithms"]
     for what, show in ROWS.items():
-        lines.append([what, "", *(show(fits[name]) if name in fits else "" for name in seconds)])
+        lines.append(
+            [what, "", *([""] if bare else []), *(show(fits[name]) if name in fits else "" for name in seconds)]
+        )
     return aligned(lines)
 
 

@@ -50,7 +50,7 @@ GOING = {
 
 @pytest.mark.process
 @pytest.mark.parametrize("how", GOING)
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 def test_a_run_outlives_its_readers(how: str, tmp_path: Path) -> None:
     done = shell(GOING[how], tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

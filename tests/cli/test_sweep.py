@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from engine.cli import main as cli
 from engine.cli import run
+from engine.cli.attempts import CONFIG_NAME
 from engine.launch.failure_report import Outcome
 from engine.settings import Settings
 
@@ -72,7 +73,7 @@ def test_the_exit_code_says_whether_anything_was_started(
 ) -> None:
     def train(settings: Settings, start_dir: str, run_dir: str) -> Outcome:
         folder, failed = Path(run_dir), settings.pipeline.microbatches == 3
-        (folder / run.CONFIG_NAME).write_text("{}")
+        (folder / CONFIG_NAME).write_text("{}")
         return run.finish(folder, Outcome("failed", "it broke", 1) if failed else Outcome("completed"), settings)
 
     monkeypatch.setattr(run, "train", train)
@@ -86,7 +87,7 @@ def test_the_exit_code_says_whether_anything_was_started(
 @pytest.mark.slow
 def test_a_sweep_whose_folder_is_taken_starts_nothing(engine: Engine) -> None:
     given = ["-m", "mode=plan", "hydra.sweep.dir=here"]
-    (engine(*given, "pipeline.microbatches=1").folder / "here" / "0" / run.CONFIG_NAME).write_text("{}")
+    (engine(*given, "pipeline.microbatches=1").folder / "here" / "0" / CONFIG_NAME).write_text("{}")
     assert engine(*given, "pipeline.microbatches=1").code == run.REFUSED
     assert engine(*given, "pipeline.microbatches=1,2").code == 1
 

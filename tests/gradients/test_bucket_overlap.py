@@ -148,7 +148,7 @@ def test_what_only_an_early_microbatch_touched_starts_at_reduce() -> None:
 
 @pytest.mark.parametrize("bucket_bytes", [1, 300, 10**6])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "interleaved_1f1b", "zb_v"])
-@pytest.mark.slow
+@pytest.mark.slow(most=6)
 def test_training_is_that_of_one_process_whatever_the_buckets(schedule: str, bucket_bytes: int) -> None:
     options = {"chunks": 2} if schedule == "interleaved_1f1b" else {}
     wanted = settings(schedule, 2, 4, replicas=2, model=MLP, allreduce=AllReduceSettings(bucket_bytes=bucket_bytes))

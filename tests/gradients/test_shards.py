@@ -51,7 +51,7 @@ def same(sharded: Ran, whole: Ran, bitwise: bool) -> None:
         ("interleaved_1f1b", 2, {"eval": Eval(every=1)}),
     ],
 )
-@pytest.mark.slow
+@pytest.mark.slow(most=9)
 def test_the_numbers_are_those_without_shards(
     schedule: str, replicas: int, changes: dict[str, Any], optimizer: dict[str, Any]
 ) -> None:
@@ -68,7 +68,7 @@ def test_the_numbers_are_those_without_shards(
 
 @pytest.mark.parametrize("power", [1.0, 2.0, 3.0, None], ids=["1", "2", "3", "inf"])
 @pytest.mark.parametrize(("schedule", "replicas"), [("gpipe", 2), ("1f1b", 3), ("dualpipe", 1), ("chimera", 2)])
-@pytest.mark.slow
+@pytest.mark.slow(most=8)
 def test_pieces_are_clipped_by_the_norm_of_the_whole(schedule: str, replicas: int, power: float | None) -> None:
     """Small buckets cut parameters apart; two copies of a stage share its optimizer."""
     wanted = settings(schedule, 2, 4, replicas=replicas, model=MLP, clip_norm=0.01, clip_norm_type=power)

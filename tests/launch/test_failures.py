@@ -27,7 +27,7 @@ hurt = misbehaving.hurt  # a fixture
 
 @pytest.mark.process
 @pytest.mark.parametrize(("launch", "loaders"), [("processes", 0), ("processes", 1), ("threads", 0)])
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 def test_an_exception_is_the_last_thing_said(launch: str, loaders: int, hurt: Run) -> None:
     code, _, err = hurt.run("model.what=raise", f"launch={launch}", f"data.workers={loaders}")
     message = "rank 1 (stage 1, micro-batch 2, in 1F2) failed: ArithmeticError: the user's own mistake"
@@ -40,7 +40,7 @@ def test_an_exception_is_the_last_thing_said(launch: str, loaders: int, hurt: Ru
 
 @pytest.mark.process
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM, signal.SIGSEGV])
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 def test_a_killed_worker_is_named(signum: signal.Signals, hurt: Run) -> None:
     hurt.start("model.what=sleep")
     os.kill(hurt.pid_of_second(), signum)
@@ -65,7 +65,7 @@ FROZEN = {
 
 @pytest.mark.process
 @pytest.mark.parametrize("when", FROZEN)
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 def test_a_frozen_worker_is_named(when: str, hurt: Run) -> None:
     arguments, said = FROZEN[when]
     code, _, err = hurt.run(f"model.what={when.partition(',')[0]}", "timeout_s=3", *arguments)
@@ -77,7 +77,7 @@ def test_a_frozen_worker_is_named(when: str, hurt: Run) -> None:
 @pytest.mark.parametrize(
     ("signum", "code", "times"), [(signal.SIGINT, 130, 2), (signal.SIGTERM, 143, 1), (signal.SIGHUP, 129, 1)]
 )
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 def test_an_interrupted_run_leaves_a_summary_and_no_process(signum: int, code: int, times: int, hurt: Run) -> None:
     """Also one whose user was impatient."""
     hurt.start("model.what=sleep", "data.workers=1")
@@ -107,7 +107,7 @@ def test_a_killed_fork_server_ends_the_run(hurt: Run) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize(("interrupts", "code"), [(False, 1), (True, 143)])
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 def test_a_deleted_run_folder_ends_the_run_in_one_line(interrupts: bool, code: int, hurt: Run) -> None:
     """Deleted in the middle of a run, which is then ended, or meets it by itself."""
     hurt.start(f"model.what={'sleep' if interrupts else 'delete'}")
@@ -181,7 +181,7 @@ LAUNCH = ("-W", "ignore", "-m", "torch.distributed.launch", "--nproc-per-node=2"
 
 @pytest.mark.process
 @pytest.mark.parametrize("prefix", [TORCHRUN, LAUNCH], ids=["torchrun", "launch"])
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 def test_joins_what_a_launcher_started(prefix: tuple[str, ...], hurt: Run) -> None:
     code, out, err = hurt.run(prefix=prefix)
     assert code == 0, out + err

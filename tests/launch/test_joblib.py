@@ -48,6 +48,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("launch", ["processes", "threads"])
+@pytest.mark.slow(most=1)
 def test_jobs_of_joblib_train_and_leave_nothing(launch: str, tmp_path: Path) -> None:
     before = left()
     process = engine_process([*JOBLIB, "train.steps=2", f"launch={launch}"], tmp_path)

@@ -151,7 +151,7 @@ class Batched(Rows):
         ("Batched", "raises", "cannot be loaded: LookupError: no such"),
     ],
 )
-@pytest.mark.slow
+@pytest.mark.slow(most=4)
 def test_an_error_in_a_data_set_names_the_sample(
     engine: Engine, in_process: Engine, kind: str, fault: str, says: str, workers: int
 ) -> None:

@@ -107,7 +107,7 @@ print("right")
      "from torch._dynamo.utils import counters", "import torch._inductor.config",
      "torch.compiler.reset()"],
 )  # fmt: skip
-@pytest.mark.slow
+@pytest.mark.slow(most=3)
 def test_whatever_else_is_asked_of_it_imports_the_compiler(need: str) -> None:
     code = f"{PUT_OFF}{need}\nimport torch._dynamo\ntorch._dynamo.optimize\nprint('right')"
     assert python(code) == "right\n"

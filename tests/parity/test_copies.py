@@ -220,7 +220,7 @@ def test_dropout_and_accumulation_equal_one_process(accumulate: int) -> None:
         ("chimera", ["pipeline.ranks=2", "data_parallel.replicas=2", "allreduce=native"]),
     ],
 )
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 def test_in_processes_of_its_own(schedule: str, layout: list[str], engine: Engine, tmp_path: Path) -> None:
     """gloo: the losses and the evaluation of 1f1b with threads, and all files."""
     common = ["model=mlp", "model.features=16", "model.hidden=8", "data=synthetic", "data.shape=[16]", "precision=fp64"]

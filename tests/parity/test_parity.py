@@ -33,7 +33,7 @@ def clipped(
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
 @pytest.mark.parametrize(("ranks", "microbatches"), list(itertools.product(RANKS, MICROBATCHES)))
-@pytest.mark.slow(keep=7)
+@pytest.mark.slow(keep=7, most=20)
 def test_equals_one_process(ranks: int, microbatches: int, optimizer: dict[str, object]) -> None:
     """18 samples (uneven micro-batches), ignored targets, a blank sample, clipping on; three schedules, R = 1."""
     base = clipped(ranks, microbatches, 1, optimizer, global_batch_size=18, samples=64)
@@ -48,7 +48,7 @@ def test_equals_one_process(ranks: int, microbatches: int, optimizer: dict[str, 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])
 @pytest.mark.parametrize(("ranks", "microbatches"), list(itertools.product(RANKS, MICROBATCHES)))
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow(keep=1, most=20)
 def test_replicas_equal_one_process(ranks: int, microbatches: int, optimizer: dict[str, object]) -> None:
     """R = 2, 19 samples: replicas with different shares, a short last batch after two steps."""
     base = clipped(ranks, microbatches, 2, optimizer, global_batch_size=19, samples=40)

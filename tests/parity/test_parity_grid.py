@@ -53,7 +53,7 @@ def expected(microbatches: int, replicas: int, optimizer: str) -> tuple[dict[str
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("replicas", REPLICAS)
 @pytest.mark.parametrize(("schedule", "ranks"), [(s, p) for s in SYNCHRONOUS for p in RANKS if defined(s, p)])
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=2, most=60)
 def test_equals_one_process(schedule: str, ranks: int, replicas: int, optimizer: str) -> None:
     """Bitwise with one replica and one copy of each stage; replicas equal each other; as many in flight as planned."""
     for microbatches in defined(schedule, ranks):

@@ -56,7 +56,7 @@ def close(ran: Ran, expected: dict[str, torch.Tensor]) -> None:
 
 @each
 @pytest.mark.parametrize(("ranks", "microbatches"), list(itertools.product((1, 3), (1, 6))))
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=2, most=24)
 def test_equals_one_process_bitwise(schedule: dict[str, Any], ranks: int, microbatches: int) -> None:
     """What test_parity_grid.py leaves out: one rank, one micro-batch, more chunks. In flight is what the plan says."""
     options = {key: value for key, value in schedule.items() if key != "name"}
@@ -80,7 +80,7 @@ def test_equals_one_process_bitwise(schedule: dict[str, Any], ranks: int, microb
 
 
 @each
-@pytest.mark.slow
+@pytest.mark.slow(most=7)
 def test_replicas_short_batches_and_evaluation(schedule: dict[str, Any]) -> None:
     """Two replicas with different shares, a short last batch, an evaluation after each step."""
     wanted = settled(

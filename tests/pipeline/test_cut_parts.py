@@ -219,7 +219,12 @@ def test_a_split_names_submodules_also_inside_those_that_are_called_whole() -> N
 
     def loop() -> list[list[str]]:
         with engine.Pipeline(
-            Net("lists"), score, ranks=2, split=["layers.2.1"], example=batches(2)[0][0], microbatches=1
+            seeded(lambda: Net("lists"))(),
+            score,
+            ranks=2,
+            split=["layers.2.1"],
+            example=batches(2)[0][0],
+            microbatches=1,
         ) as net:
             return [[layer.name for layer in stage.layers] for stage in net.stages.values()]
 

@@ -18,6 +18,7 @@ from workers import RUNS
 
 import engine
 from engine.distributed.world import World, bind
+from engine.pipeline.seeds import building
 from engine.plan.features import COPIES, SPLIT, features
 from engine.plan.schedules import SCHEDULES, build
 from engine.transport import Transport
@@ -39,11 +40,11 @@ def _one_thread() -> Any:
 
 def model(layers: int = 8, width: int = 6, frozen: bool = False) -> nn.Sequential:
     """Blocks with a name each, and a head of three classes."""
-    torch.manual_seed(0)
-    parts = [(f"block{i}", toys.Block(width, width, 0.0)) for i in range(layers - 1)]
-    made = nn.Sequential()
-    for name, part in [*parts, ("head", nn.Linear(width, 3))]:
-        made.add_module(name, part)
+    with building(0, 0):  # ranks that are threads share torch's generator
+        parts = [(f"block{i}", toys.Block(width, width, 0.0)) for i in range(layers - 1)]
+        made = nn.Sequential()
+        for name, part in [*parts, ("head", nn.Linear(width, 3))]:
+            made.add_module(name, part)
     made[0].requires_grad_(not frozen)
     return made.double()
 
@@ -115,7 +116,7 @@ def piped(
 
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
-@pytest.mark.slow(keep=12)
+@pytest.mark.slow(keep=12, most=24)
 def test_equals_one_process(schedule: str, replicas: int) -> None:
     """Losses, norms, parameters and an evaluation; rows that divide by nothing, and every rank says the same."""
     data = batches([19, 19, 23])
@@ -242,8 +243,8 @@ def test_a_state_goes_round_and_names_are_strict() -> None:
     """Buffers too. What is loaded is what is saved; a wrong name or shape is refused on every rank."""
 
     def normed() -> list[tuple[str, nn.Module]]:
-        torch.manual_seed(3)
-        return [("a", toys.Normed(6).double()), ("b", toys.Normed(6).double()), ("head", nn.Linear(6, 3).double())]
+        with building(3, 0):
+            return [("a", toys.Normed(6).double()), ("b", toys.Normed(6).double()), ("head", nn.Linear(6, 3).double())]
 
     def loop() -> tuple[dict[str, Tensor], dict[str, Tensor], list[str], list[str]]:
         data = batches([8], tokens=2)
@@ -259,7 +260,7 @@ def test_a_state_goes_round_and_names_are_strict() -> None:
                 fresh.load_state_dict(wrong)
             said.append(str(refused.value))
         loose = fresh.load_state_dict({"head.bias": saved["head.bias"], "other": torch.zeros(1)}, strict=False)
-        with pytest.raises(ValueError, match="size mismatch") if fresh.rank == 1 else pytest.MonkeyPatch.context():
+        with pytest.raises(ValueError, match=r"head.bias is \(4,\) and has to be \(3,\)"):
             fresh.load_state_dict(saved | {"head.bias": torch.zeros(4)})
         assert float(fresh.evaluate(data[0])) == float(trained.evaluate(data[0]))
         return saved, fresh.state_dict(), said, loose.unexpected_keys
@@ -396,7 +397,7 @@ def test_an_empty_share_takes_part() -> None:
         ({"layers": [nn.Linear(2, 2), 3]}, r"layers\[1\] is an int; a layer is a module"),
         ({"ranks": 3}, "ranks=3 and replicas=1 need 3 ranks, and there are 2"),
         ({"replicas": 0}, "replicas=0 must be a whole number"),
-        ({"microbatches": 0}, "microbatches=0 is not possible"),
+        ({"microbatches": 0}, "microbatches=0 must be a whole number"),
         ({"schedule": "pipedream"}, "schedule='pipedream' updates the weights while .* needs optimizer="),
         ({"schedule": "pipedream", "optimizer": SGD, "clip_norm": 1.0}, "clip_norm=1.0 needs a moment"),
         ({"clip_norm": 1.0}, "clip_norm= is for updates by the pipeline"),
@@ -496,8 +497,10 @@ def test_other_transports_carry_the_same(transport: str) -> None:
 
 def test_the_first_true_error_says_where_it_was() -> None:
     def loop() -> None:
-        layers = [nn.Linear(6, 6).double(), Breaks(), nn.Linear(6, 3).double()]
-        engine.Pipeline(layers, nn.functional.cross_entropy, microbatches=2, split=["1"]).step(batches([4])[0])
+        layers = [("0", lambda: nn.Linear(6, 6)), ("1", Breaks), ("2", lambda: nn.Linear(6, 3))]
+        engine.Pipeline(layers, nn.functional.cross_entropy, microbatches=2, split=["1"], dtype=torch.float64).step(
+            batches([4])[0]
+        )
 
     with pytest.raises(ArithmeticError, match="fails as asked") as raised:
         engine.run_threads(2, loop)

@@ -187,7 +187,7 @@ def test_waiting_for_weights_is_never_worse(p, m, parts):
 
 
 @pytest.mark.parametrize(("name", "expected"), [("interleaved_1f1b", 255 * 3 / 2), ("zb_h1", 255), ("zb_v", 0)])
-@pytest.mark.slow
+@pytest.mark.slow(most=1)
 def test_a_million_actions(name, expected):
     """256 ranks and 1024 micro-batches: what is not linear in the number of actions runs into the test's time limit."""
     program = build(name, 256, 1024)

@@ -53,7 +53,7 @@ def test_the_run_itself_is_given_back(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
-@pytest.mark.slow(keep=2)
+@pytest.mark.slow(keep=2, most=8)
 def test_another_schedule_takes_what_a_run_of_it_takes(name: str) -> None:
     """Equal stages, so that cutting a stage in v parts is the same as a run with v times as many."""
     base, other = ran("1f1b", 4, 8), ran(name, 4, 8)

@@ -88,7 +88,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("override", WRONG)
-@pytest.mark.slow(keep=1)
+@pytest.mark.slow(keep=1, most=40)
 def test_refused_by_name_before_anything_starts(override: str, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[object] = []
 

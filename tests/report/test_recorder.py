@@ -135,8 +135,8 @@ def test_the_summary_has_its_schema(tmp_path: Path) -> None:
     assert list(summary) == [
         "status", "schedule", "ranks", "stages", "microbatches", "replicas", "global_batch_size", "steps",
         "traced_steps", "samples", "loss", "step_time", "samples_per_second", "bubble", "waterfall", "peak_in_flight",
-        "peak_activation_bytes", "memory", "evaluation", "allreduce", "data_parallel", "bytes_sent_between_stages",
-        "bytes_sent_per_device", "weight_versions", "staleness", "asynchronous",
+        "peak_activation_bytes", "memory", "evaluation", "checkpoint", "allreduce", "data_parallel",
+        "bytes_sent_between_stages", "bytes_sent_per_device", "weight_versions", "staleness", "asynchronous",
     ]  # fmt: skip
     assert summary["loss"] == {"first": 2.0, "last": 1.5, "not_finite_since": None} and summary["samples"] == 192
     assert [len(summary[key]) for key in ("peak_in_flight", "peak_activation_bytes", "bytes_sent_between_stages")] == [

@@ -14,6 +14,7 @@ from harness import settings
 from workers import over_gloo, over_shared
 
 from engine.cli import run
+from engine.cli.attempts import CONFIG_NAME
 from engine.launch import supervise
 from engine.pipeline.communicators import Communicators
 from engine.prepare.prepare import prepare
@@ -98,7 +99,7 @@ def test_too_few_files_are_refused_before_a_worker_starts(engine: Engine, monkey
     said = engine(*SMALL)
     assert said.code == run.REFUSED and said.err.count("\n") == 1, said.err
     assert "may open 41 files" in said.err and "needs 42 or more" in said.err and "ulimit -n 1024" in said.err
-    assert not (said.runs[0] / run.CONFIG_NAME).exists()
+    assert not (said.runs[0] / CONFIG_NAME).exists()
 
 
 @pytest.mark.slow

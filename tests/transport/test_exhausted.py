@@ -215,7 +215,7 @@ def _own_shared_memory(options: str, folder: Path, *arguments: str) -> subproces
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow(most=2)
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 @pytest.mark.parametrize(

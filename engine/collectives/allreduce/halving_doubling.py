@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.collectives.allreduce.base import Collective
 from engine.collectives.allreduce.power_of_two import core_links, through_core
 from engine.collectives.ops import ReduceOp
-from engine.collectives.peers import mesh, message_pieces, views_like, wait_all
+from engine.collectives.peers import mesh, message_pieces, wait_all
 from engine.transport import Edge, Work
 
 
@@ -44,21 +44,21 @@ class HalvingDoubling(Collective):
         sent: list[Work] = []
         for partner, keep, give in exchanges:
             kept = message_pieces(tensor[bounds[keep[0]] : bounds[keep[1]]])
-            buffers = views_like(kept, peers.scratch("halve", tensor, bounds[keep[1]] - bounds[keep[0]]))
-            arriving = [peers.recv(core[partner], buffer) for buffer in buffers]
+            arriving = peers.operands(core[partner], kept, "halve")
             sent += [peers.send(core[partner], p) for p in message_pieces(tensor[bounds[give[0]] : bounds[give[1]]])]
-            for piece, buffer, work in zip(kept, buffers, arriving, strict=True):
-                work.wait()
-                lower, upper = (buffer, piece) if partner < number else (piece, buffer)
+            for piece, arrival in zip(kept, arriving, strict=True):
+                part = arrival.wait()
+                lower, upper = (part, piece) if partner < number else (piece, part)
                 op.combine(lower, upper, out=piece)
+                arrival.free()
         # What comes back lands where a part of ours was sent from: it was delivered, or there would be no result.
         coming = [
             [peers.recv(core[partner], p) for p in message_pieces(tensor[bounds[give[0]] : bounds[give[1]]])]
             for partner, _, give in exchanges
         ]
-        for (partner, keep, _), arriving in zip(reversed(exchanges), reversed(coming), strict=True):
+        for (partner, keep, _), finished in zip(reversed(exchanges), reversed(coming), strict=True):
             sent += [peers.send(core[partner], p) for p in message_pieces(tensor[bounds[keep[0]] : bounds[keep[1]]])]
-            wait_all(arriving)
+            wait_all(finished)
         wait_all(sent)
 
 

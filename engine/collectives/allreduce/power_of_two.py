@@ -47,11 +47,9 @@ def through_core(peers: Peers, tensor: Tensor, op: ReduceOp, reduce: Hypercube) 
         return
     partner = me + 1 if me + 1 < peers.size and me + 1 not in stay else None
     if partner is not None:
-        buffers = [peers.scratch(("core", n), piece, len(piece)) for n, piece in enumerate(cut)]
-        arriving = [peers.recv(partner, buffer) for buffer in buffers]
-        for piece, buffer, work in zip(cut, buffers, arriving, strict=True):
-            work.wait()
-            op.combine(piece, buffer, out=piece)
+        for piece, arrival in zip(cut, peers.operands(partner, cut, "core"), strict=True):
+            op.combine(piece, arrival.wait(), out=piece)
+            arrival.free()
     reduce(stay, tensor, op)
     if partner is not None:
         wait_all([peers.send(partner, piece) for piece in cut])

@@ -25,8 +25,8 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from engine.collectives.ops import ReduceOp, combine_means
-from engine.collectives.peers import Peers, message_pieces, views_like, wait_all
-from engine.transport import Work
+from engine.collectives.peers import Peers, message_pieces, wait_all
+from engine.transport import Arrival
 
 
 class RingPass:
@@ -72,14 +72,15 @@ class RingPass:
         if not steps:
             return
         chunks = [message_pieces(chunk) for chunk in tensor.tensor_split(self.size)]
-        largest = len(tensor) // self.size + 1
-        scratch = [self._peers.scratch((self._name, odd), tensor, largest) for odd in (0, 1)]
 
-        def post(step: int) -> list[tuple[Tensor, Tensor, Work]]:
-            """Receives of a step: (piece of the tensor, where it arrives, work)."""
+        def post(step: int) -> list[tuple[Tensor, Arrival]]:
+            """Receives of a step: pieces of the tensor, and what arrives to be added to each, or in its place."""
             cut = chunks[(self.place - 1 - step) % self.size]
-            buffers = views_like(cut, scratch[step % 2]) if step < self.size - 1 else cut
-            return [(p, b, self._peers.recv(self._before, b)) for p, b in zip(cut, buffers, strict=True)]
+            if step < self.size - 1:
+                arriving = self._peers.operands(self._before, cut, (self._name, step % 2))
+            else:
+                arriving = self._peers.into(self._before, cut)
+            return list(zip(cut, arriving, strict=True))
 
         following = post(steps.start)
         sent = [self._peers.send(self._after, piece) for piece in chunks[(self.place - steps.start) % self.size]]
@@ -88,12 +89,13 @@ class RingPass:
             first = self.place - 1 - step  # of the places whose parts arrive, this one's predecessor is the last
             before = sum(counts[place % self.size] for place in range(first, self.place)) if counts else 0
             yield
-            for piece, buffer, work in arriving:
-                work.wait()
-                if buffer is not piece and counts:
-                    combine_means(buffer, piece, before, counts[self.place], out=piece)
-                elif buffer is not piece:
-                    op.combine(buffer, piece, out=piece)
+            for piece, arrival in arriving:
+                part = arrival.wait()
+                if part is not piece and counts:
+                    combine_means(part, piece, before, counts[self.place], out=piece)
+                elif part is not piece:
+                    op.combine(part, piece, out=piece)
+                arrival.free()
                 if step + 1 in steps:
                     sent.append(self._peers.send(self._after, piece))
         wait_all(sent)

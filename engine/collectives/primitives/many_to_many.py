@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.collectives.ops import HALF, ReduceOp, refusal, word
-from engine.collectives.peers import wait_all
+from engine.collectives.peers import message_pieces, views_like, wait_all
 from engine.collectives.primitives.group import Group
 from engine.collectives.primitives.tensors import apart, dense, described, described_all, give_back, own_mode
 
@@ -86,15 +86,17 @@ def barrier(*, group: Group) -> None:
 def _reduce_scatter(output: Tensor, parts: Sequence[Tensor], op: ReduceOp, group: Group) -> None:
     """`parts`: flat, one per member."""
     peers, own = group.peers, parts[group.position]
-    buffers = {k: peers.scratch(("reduce_scatter", k), own, len(own)) for k in group.others}
-    arriving = {k: peers.recv(k, buffers[k]) for k in reversed(group.others)}
-    sent = [peers.send(k, parts[k]) for k in group.others]
+    cut = message_pieces(own)
+    arriving = {k: peers.operands(k, cut, ("reduce_scatter", k)) for k in reversed(group.others)}
+    sent = [peers.send(k, piece) for k in group.others for piece in message_pieces(parts[k])]
     with torch.no_grad():
         total = _wide(own, op, group.size)
-        total = own.clone() if total is own else total
+        if total is own and (output.data_ptr() != own.data_ptr() or not output.is_contiguous()):
+            total = own.clone()
         for k in group.others:
-            arriving[k].wait()
-            op.combine(total, _wide(buffers[k], op, group.size), out=total)
+            for piece, arrival in zip(views_like(cut, total), arriving[k], strict=True):
+                op.combine(piece, _wide(arrival.wait(), op, group.size), out=piece)
+                arrival.free()
         op.finish(total, group.size, own.dtype)
         wait_all(sent)  # the output may lie inside what is sent
         give_back(output, total)

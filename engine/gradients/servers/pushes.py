@@ -84,6 +84,11 @@ class PushReducer(Reducer):
         back = [(b, a) for a, b in pairs]
         return [*mesh(members, pairs, f"{label}push"), *mesh(members, back, f"{label}pull")]
 
+    def renew_server(self) -> None:
+        """Give this worker's server, if it has one, the parameters as they are now; call before it serves."""
+        if self.server is not None:
+            self.server.renew(self._parts(self._own, self._values))
+
     def serve(self, steps: int) -> None:
         """Let this worker's server take `steps` pushes of each worker."""
         if self.server is not None:

@@ -112,6 +112,11 @@ class ParameterServer:
         """Bytes of the weights that the server keeps."""
         return sum(weights.nbytes for weights in self._weights)
 
+    def renew(self, values: Sequence[Tensor]) -> None:
+        """Copy other initial weights into those of the server, before it serves."""
+        for own, value in zip(self._weights, values, strict=True):
+            own.copy_(value)
+
     def inbox(self, parts: Sequence[Tensor] | None = None) -> Inbox:
         """Return buffers for pushes: on `parts`, or on memory of their own."""
         made = [torch.empty_like(weights) for weights in self._weights] if parts is None else list(parts)

@@ -33,7 +33,7 @@ from engine.pipeline.inspection.changes import Changes, Holdings, memory_of
 from engine.pipeline.losses import Loss
 from engine.pipeline.messages.boundary import Message, describe, shapes
 from engine.pipeline.modes import begin_training, evaluating
-from engine.pipeline.ties import find_ties
+from engine.pipeline.ties import find_ties, prefix_of
 
 _TORCHS_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -125,6 +125,15 @@ class FakeModel:
         """The (fake) parameters that require grad, in model order."""
         every = (p for module in self.modules for p in module.parameters())
         return list(dict.fromkeys(p for p in every if p.requires_grad))
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Name in the unsplit model -> (fake) parameter or persistent buffer, or whatever else a layer keeps so."""
+        return {
+            prefix_of(name, module) + key: value
+            for name, module in zip(self.names, self.modules, strict=True)
+            for key, value in module.state_dict().items()
+        }
 
     def layers(self) -> tuple[Layer, ...]:
         """What a job holds of each layer.

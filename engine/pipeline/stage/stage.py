@@ -27,6 +27,7 @@ from engine.pipeline.stage.activations import recomputes, saved_bytes
 from engine.pipeline.stage.overlap import Beside, LayerCall
 from engine.pipeline.stage.split import Later, Routing
 from engine.pipeline.stage.versions import Versions
+from engine.pipeline.ties import prefix_of
 from engine.telemetry.trace import Tracer
 
 
@@ -40,7 +41,7 @@ class StageLayer(NamedTuple):
     @property
     def prefix(self) -> str:
         """What stands before the names of the module's tensors in those of the unsplit model."""
-        return "" if getattr(self.module, "_whole_names", False) else f"{self.name}."
+        return prefix_of(self.name, self.module)
 
 
 class Draw(NamedTuple):

@@ -187,6 +187,14 @@ class Updater:
         """Of the parameters that are a stage's alone."""
         return [place for place, p in self._numbering.own(self.stages[stage]) if p not in self._tied]
 
+    def owner_of(self, parameter: nn.Parameter) -> tuple[str, int] | None:
+        """Of a weight that is tied between stages: its name in the unsplit model, and the stage that owns it."""
+        for sharing, each in self._shared.items():
+            for name, tied in each.values():
+                if tied is parameter:
+                    return name, sharing[0]
+        return None
+
     @property
     def bytes_sent(self) -> int:
         """Bytes that the reductions so far have sent from this rank."""

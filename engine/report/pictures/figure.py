@@ -3,6 +3,9 @@
 matplotlib is imported when the first figure is made. It then writes nothing but into a folder that is gone afterwards,
 says nothing, and reads no settings of the user's: a picture is the same on every machine. Nothing of it is global:
 no pyplot, and its settings are the defaults while a figure is made or saved.
+
+A figure has no axes: these, and a text object for each number, took most of the time that a run needs at its end.
+Many short texts are one artist (`Labels`).
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from io import BytesIO
@@ -18,9 +21,15 @@ from tempfile import TemporaryDirectory
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.artist import Artist
     from matplotlib.figure import Figure
+    from matplotlib.transforms import Transform
+
+Floats = npt.NDArray[np.floating[Any]]
 
 _ONE_AT_A_TIME = Lock()
 SHARP = 1000  # pixels: a narrower layout is of a picture that is shown larger than that, or on a fine screen
@@ -30,22 +39,51 @@ _SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "engine", "path.simplify": 
 
 
 class Picture:
-    """A figure laid out in `width` x `height` pixels. The PNG of one that is small has twice as many each way."""
+    """A figure laid out in `width` x `height` pixels. The PNG of one that is small has twice as many each way.
+
+    Points are in pixels from the upper left corner. What is drawn later lies over what was drawn before; text lies
+    over everything.
+    """
 
     def __init__(self, width: int, height: int) -> None:
         from matplotlib.figure import Figure
+        from matplotlib.transforms import Affine2D
 
         self.figure: Figure = Figure(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor="white")
         self.width, self.height = width, height
+        self._pixels: Transform = Affine2D().scale(1 / width, -1 / height).translate(0, 1) + self.figure.transFigure
 
-    def axes(self, left: float, top: float, right: float, bottom: float) -> Axes:
-        """Axes with these edges in pixels, counted from the upper left corner; without ticks and frame."""
-        place = (
-            left / self.width, 1 - bottom / self.height, (right - left) / self.width, (bottom - top) / self.height,
-        )  # fmt: skip
-        found = self.figure.add_axes(place)
-        found.set_axis_off()
-        return found
+    def boxes(
+        self, left: Floats, top: Floats, right: Floats, bottom: Floats, colour: str | Sequence[str], line: float = 0
+    ) -> None:
+        """Rectangles of one colour, or of a colour each; with `line`, only their frames, that many pixels wide."""
+        from matplotlib.collections import PolyCollection
+
+        if not len(left):
+            return
+        corners = np.stack([left, top, left, bottom, right, bottom, right, top], axis=1).reshape(-1, 4, 2)
+        paint: dict[str, Any] = {"facecolors": "none", "edgecolors": colour} if line else {"facecolors": colour}
+        self._add(PolyCollection(list(corners), antialiaseds=False, linewidths=points(line), **paint))
+
+    def line(self, x: Floats, y: Floats, colour: str, width: float) -> None:
+        """A line from point to point."""
+        from matplotlib.lines import Line2D
+
+        # A line of matplotlib's ends in half a square beyond its last point; nothing is to lie outside of what is said.
+        how: dict[str, Any] = {"solid_capstyle": "butt", "solid_joinstyle": "miter"}
+        self._add(Line2D(x.tolist(), y.tolist(), color=colour, linewidth=points(width), antialiased=False, **how))
+
+    def labels(self, x: Floats, y: Floats, said: Sequence[str], size: float, colour: str) -> None:
+        """Many short texts of one size, each in the middle of its point: numbers on blocks."""
+        from engine.report.pictures.labels import Labels
+
+        if len(said):
+            self._add(Labels(x, y, said, points(size), colour))
+
+    def _add(self, artist: Artist) -> None:
+        artist.set_transform(self._pixels)
+        artist.set_zorder(1 + 1e-3 * len(self.figure.get_children()))  # text has 3
+        self.figure.add_artist(artist)
 
     def text(self, x: float, y: float, said: str, size: float, colour: str, anchor: str = "left") -> None:
         """A line of text beside a point in pixels, in the middle of its height; `anchor` is left, center or right."""
@@ -95,16 +133,19 @@ def text_width(said: str, size: float) -> float:
 def defaults() -> Iterator[None]:
     """Give matplotlib its default settings and ours, and afterwards what it had. Whatever draws does so within."""
     _load()
-    from matplotlib import style
+    import matplotlib
 
-    with style.context(["default", _SETTINGS]):
+    # Not `matplotlib.style`, which reads all styles that there are. Which backend is the user's is none of a picture's.
+    now, usual = matplotlib.rcParams, matplotlib.rcParamsDefault
+    other: Any = {name: usual[name] for name in usual if not name.startswith("backend") and now[name] != usual[name]}
+    with matplotlib.rc_context(other | _SETTINGS):
         yield
 
 
 def _load() -> None:
     """Import matplotlib, without a line on the screen and without a file that stays."""
     with _ONE_AT_A_TIME:
-        if "matplotlib.style" not in sys.modules:
+        if "matplotlib.figure" not in sys.modules:
             _import()
 
 
@@ -115,8 +156,7 @@ def _import() -> None:
         os.environ |= {"MPLCONFIGDIR": folder, "MPL_IGNORE_SYSTEM_FONTS": "1"}
         log.setLevel(logging.CRITICAL)
         try:
-            import matplotlib.figure
-            import matplotlib.style  # noqa: F401
+            import matplotlib.figure  # noqa: F401
         finally:
             log.setLevel(level)
             for name, value in before.items():

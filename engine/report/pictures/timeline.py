@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +16,8 @@ import numpy.typing as npt
 from engine.account.path import PathLink
 from engine.plan.timeline import BEHIND, COMPUTE_KINDS, Timeline
 from engine.ranks import Rank
-from engine.report.pictures.figure import Picture, defaults, points, text_width
+from engine.report.pictures.figure import Picture, defaults, text_width
 from engine.report.pictures.palette import COLOURS, INK, QUIET, WORDS
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 WIDE, SMALL = 1400, 600  # pixels: of a file that is looked at by itself, and of one in a list of many
 MARGIN = 16
@@ -32,6 +29,7 @@ _ALL, _UPPER, _LOWER = range(3)  # of a row
 MOST_NUMBERS = 1000  # blocks of a panel that have their micro-batch written on them: text is slow
 
 _Floats = npt.NDArray[np.float64]
+_Some = _Floats | Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -56,20 +54,17 @@ def draw(panels: Sequence[Panel], width: int = WIDE) -> Picture:
     span = 1e3 * max((_extent(panel)[1] for panel in panels), default=0.0) or 1.0
     heights = [_TITLE + _row_height(panel.timeline.ranks) * panel.timeline.ranks + _AXIS for panel in panels]
     entries = _entries(panels)
-    columns = max(1, int((width - 2 * MARGIN) / max(text_width(word, 12) + 40 for word, _ in entries)))
-    columns = min(columns, len(entries))
+    room = max(text_width(entry.word, 12) for entry in entries) + 40
+    columns = min(max(1, int((width - 2 * MARGIN) / room)), len(entries))
     lines = -(-len(entries) // columns)
     picture = Picture(width, MARGIN + sum(heights) + 14 + _LEGEND * lines)
     top = MARGIN
     for panel, height in zip(panels, heights, strict=True):
         _Drawing(picture, panel, top, span).draw()
         top += height
-    names, handles = zip(*entries, strict=True)
-    picture.figure.legend(
-        handles, names, loc="upper left", bbox_to_anchor=(MARGIN / width, 1 - top / picture.height), ncols=columns,
-        frameon=False, fontsize=points(12), labelcolor=INK, borderpad=0, borderaxespad=0, handlelength=1.2,
-        handletextpad=0.5, columnspacing=1.5,
-    )  # fmt: skip
+    for index, (word, colour, look) in enumerate(entries):
+        line, column = divmod(index, columns)
+        _entry(picture, word, colour, look, MARGIN + column * room, top + _LEGEND * (line + 0.5))
     return picture
 
 
@@ -87,23 +82,21 @@ def _row_height(rows: int) -> int:
 
 
 class _Drawing:
-    """One panel in its axes, whose x are milliseconds 0..`span`, and whose y are rows from the top down."""
+    """One panel, whose rows begin at `top` and are `span` milliseconds long."""
 
     def __init__(self, picture: Picture, panel: Panel, top: int, span: float) -> None:
         self.picture, self.panel, self.timeline = picture, panel, panel.timeline
         self.height, self.top = _row_height(self.timeline.ranks), top + _TITLE
         self.left, self.right = MARGIN + _LABELS, picture.width - MARGIN
-        self.span, self.pixel = span, span / (self.right - self.left)  # milliseconds
-        self.axes: Axes = picture.axes(self.left, self.top, self.right, self.top + self.height * self.timeline.ranks)
-        self.axes.set_xlim(0, span)
-        self.axes.set_ylim(self.timeline.ranks, 0)
+        self.span, self.pixel = span, span / (self.right - self.left)  # milliseconds, of all and of a pixel
         picture.text(MARGIN, top + _TITLE / 2, panel.title, 16, INK)
-        begin, _ = _extent(panel)
-        self.start, self.end = (
-            np.asarray((t - begin) * panel.unit * 1e3, dtype=np.float64)
-            for t in (self.timeline.start, self.timeline.end)
-        )
-        self.begin = begin
+        self.begin, _ = _extent(panel)
+        self.start, self.end = self._at(self.timeline.start), self._at(self.timeline.end)
+
+    def _at(self, moment: npt.NDArray[Any]) -> _Floats:
+        """Where moments of the timeline are, in pixels from the left."""
+        found = self.left + (moment - self.begin) * self.panel.unit * 1e3 / self.pixel
+        return np.asarray(found, dtype=np.float64)
 
     def draw(self) -> None:
         """Everything, what is drawn later over what is drawn before."""
@@ -114,16 +107,14 @@ class _Drawing:
 
     def _axis(self) -> None:
         """The ground, lines at round numbers of milliseconds, and what ranks are called."""
-        ground = (np.array([edge], dtype=np.float64) for edge in (0, self.span, 0, self.timeline.ranks))
-        self._boxes(*ground, facecolors=_IDLE, linewidths=0, zorder=0.1)
+        bottom = self.top + self.height * self.timeline.ranks
+        self._boxes([self.left], [self.right], [self.top], [bottom], _IDLE)
         marks = ticks(self.span, (self.right - self.left) / 100)
-        self.axes.vlines(
-            marks, 0, self.timeline.ranks + 4 / self.height, _GRID, linewidth=points(1), clip_on=False, zorder=0.2
-        )
-        below = self.top + self.height * self.timeline.ranks + 13
+        lines = np.round(self.left + np.array(marks) / self.pixel)
+        self._boxes(lines, lines + 1, np.full(len(marks), self.top), np.full(len(marks), bottom + 4), _GRID)
         for mark in marks:
-            self.picture.text(self.left + mark / self.pixel, below, f"{mark:g}", 11, QUIET, "center")
-        self.picture.text(self.left - 10, below, "ms", 11, QUIET, "right")
+            self.picture.text(self.left + mark / self.pixel, bottom + 13, f"{mark:g}", 11, QUIET, "center")
+        self.picture.text(self.left - 10, bottom + 13, "ms", 11, QUIET, "right")
         for rank in range(0, self.timeline.ranks, max(1, -(-10 // self.height))):
             middle = self.top + (rank + 0.5) * self.height
             self.picture.text(self.left - 10, middle, self._name(rank), min(12, self.height), INK, "right")
@@ -137,43 +128,41 @@ class _Drawing:
 
     def _blocks(self) -> None:
         """Blocks of at least a pixel; what runs behind the others gets a strip at the bottom of its row."""
-        timeline, pixel = self.timeline, 1 / self.height
-        gap = pixel if self.height >= 12 else 0.0
-        top, bottom = timeline.rank + gap, timeline.rank + 1 - gap - pixel
+        timeline = self.timeline
+        gap = 1 if self.height >= 12 else 0
+        row = self.top + self.height * timeline.rank.astype(np.float64)
+        top, bottom = row + gap, row + self.height - gap - 1
         behind, parts, middle = np.isin(timeline.kind, BEHIND), _parts(timeline), (top + bottom) / 2
-        top = np.where(behind, bottom - max(1, self.height // 7) * pixel, np.where(parts == _LOWER, middle, top))
+        top = np.where(behind, bottom - max(1, self.height // 7), np.where(parts == _LOWER, middle, top))
         bottom = np.where(parts == _UPPER, middle, bottom)
         wide = self.end - self.start
-        between = np.where(wide > 4 * self.pixel, 2, 1) * self.pixel  # a line of paper between blocks of one colour
-        end = np.maximum(self.start + self.pixel, self.end - between)
-        seen = (self.end >= 0) & (self.start <= self.span)
+        between = np.where(wide > 4, 2, 1)  # a line of paper between blocks of one colour
+        end = np.maximum(self.start + 1, self.end - between)
+        seen = (self.end >= self.left) & (self.start <= self.right)
         for kind, colour in COLOURS.items():
             here = seen & (timeline.kind == kind)
-            self._boxes(self.start[here], end[here], top[here], bottom[here], facecolors=colour, linewidths=0)
+            self._boxes(self.start[here], end[here], top[here], bottom[here], colour)
         self._numbers(np.flatnonzero(seen & np.isin(timeline.kind, COMPUTE_KINDS)), middle)
 
-    def _boxes(self, left: _Floats, right: _Floats, top: _Floats, bottom: _Floats, **how: Any) -> None:
-        from matplotlib.collections import PolyCollection
-
-        if len(left):
-            corners = np.stack([left, top, left, bottom, right, bottom, right, top], axis=1).reshape(-1, 4, 2)
-            self.axes.add_collection(PolyCollection(list(corners), antialiaseds=False, **how), autolim=False)
+    def _boxes(self, left: _Some, right: _Some, top: _Some, bottom: _Some, colour: str, line: float = 0) -> None:
+        """Boxes, cut off at the edges of the rows."""
+        across = (np.clip(edge, self.left, self.right + 1).astype(np.float64) for edge in (left, right))
+        down = (np.asarray(edge, np.float64) for edge in (top, bottom))
+        (x, to_x), (y, to_y) = across, down
+        self.picture.boxes(x, y, to_x, to_y, colour, line)
 
     def _numbers(self, spans: npt.NDArray[np.int64], middle: _Floats) -> None:
         """The micro-batch on each block that has room for it."""
         size = min(12, self.height * 0.55)
         if self.height < 14:
             return
-        room = (self.end - self.start)[spans] / self.pixel - 4
-        numbers = self.timeline.microbatch[spans]
-        fitting = room > text_width("0", size) * np.char.str_len(numbers.astype(str))
-        if fitting.sum() > MOST_NUMBERS:
-            return
-        for span, number in zip(spans[fitting].tolist(), numbers[fitting].tolist(), strict=True):
-            at = (self.start[span] + self.end[span]) / 2 - self.pixel, middle[span]
-            self.axes.text(
-                *at, str(number), fontsize=points(size), color=INK, ha="center", va="center_baseline", clip_on=True
-            )
+        room = (self.end - self.start)[spans] - 4
+        numbers = self.timeline.microbatch[spans].astype(str)
+        fitting = room > text_width("0", size) * np.char.str_len(numbers)
+        if fitting.sum() <= MOST_NUMBERS:
+            shown = spans[fitting]
+            across = (self.start + self.end)[shown] / 2 - 1
+            self.picture.labels(across, middle[shown], numbers[fitting].tolist(), size, INK)
 
     def _frames(self) -> None:
         """A line around the two blocks of each overlapped pair: they are one action."""
@@ -183,17 +172,19 @@ class _Drawing:
                 np.minimum(self.start[first], self.start[second]),
                 np.maximum(self.end[first], self.end[second]),
             )
-            row, pixel = self.timeline.rank[first].astype(np.float64), 1 / self.height
-            right = np.maximum(left, right - 2 * self.pixel)
-            self._boxes(left, right, row, row + 1 - pixel, facecolors="none", edgecolors=INK, linewidths=points(1))
+            row = self.top + self.height * self.timeline.rank[first].astype(np.float64)
+            right = np.maximum(left, right - 2)
+            self._boxes(left, right, row, row + self.height - 1, INK, line=1)
 
     def _path(self) -> None:
         """A line along the upper edges of what held the step up, and from rank to rank where it changes."""
         ends = [(link.start, link.end) for link in self.panel.path]
         if ends:
-            x = np.maximum(0, (np.array(ends).ravel() - self.begin) * self.panel.unit * 1e3)
-            y = np.repeat([link.rank + min(3, self.height // 3) / self.height for link in self.panel.path], 2)
-            self.axes.plot(x, y, color=INK, linewidth=points(2), antialiased=False)
+            x = self._at(np.array(ends).ravel())
+            y = np.repeat(
+                [self.top + link.rank * self.height + min(3, self.height // 3) for link in self.panel.path], 2
+            )
+            self.picture.line(np.maximum(self.left, x), y, INK, 2)
 
 
 def ticks(span: float, about: float) -> list[float]:
@@ -213,16 +204,34 @@ def _parts(timeline: Timeline) -> npt.NDArray[np.int64]:
     return parts
 
 
-def _entries(panels: Sequence[Panel]) -> list[tuple[str, Any]]:
-    """The legend: what is on the panels, in words, with something that looks like it."""
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
+class _Entry(NamedTuple):
+    """An entry of the legend: `look` is block, frame or line."""
 
+    word: str
+    colour: str
+    look: str
+
+
+def _entries(panels: Sequence[Panel]) -> list[_Entry]:
+    """The legend: what is on the panels, in words, with something that looks like it."""
     kinds = set(itertools.chain.from_iterable(np.unique(panel.timeline.kind).tolist() for panel in panels))
-    found: list[tuple[str, Any]] = [(WORDS[kind], Patch(color=COLOURS[kind])) for kind in COLOURS if kind in kinds]
+    found = [_Entry(WORDS[kind], COLOURS[kind], "block") for kind in COLOURS if kind in kinds]
     if any(len(panel.timeline.pairs) for panel in panels):
-        found.append(("overlapped pair", Patch(facecolor=_IDLE, edgecolor=INK)))
-    found.append(("bubble", Patch(facecolor=_IDLE, edgecolor=_GRID)))
+        found.append(_Entry("overlapped pair", INK, "frame"))
+    found.append(_Entry("bubble", _GRID, "frame"))
     if any(panel.path for panel in panels):
-        found.append(("critical path", Line2D([], [], color=INK, linewidth=points(2))))
+        found.append(_Entry("critical path", INK, "line"))
     return found
+
+
+def _entry(picture: Picture, word: str, colour: str, look: str, left: float, middle: float) -> None:
+    """Draw an entry of the legend beside a point."""
+    x, y = np.array([left, left + 14]), np.array([middle - 4, middle + 4])
+    if look == "line":
+        picture.line(x, np.full(2, middle), colour, 2)
+    else:
+        box = x[:1], y[:1], x[1:], y[1:]
+        picture.boxes(*box, _IDLE if look == "frame" else colour)
+        if look == "frame":
+            picture.boxes(*box, colour, line=1)
+    picture.text(left + 20, middle, word, 12, INK)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
+import numpy as np
+
 from engine.categories import WATERFALL
-from engine.report.pictures.figure import Picture, defaults, points
+from engine.report.pictures.figure import Picture, defaults
 from engine.report.pictures.palette import INK, QUIET
 from engine.report.pictures.timeline import MARGIN, SMALL
 
 _ROW, _NAMES, _FIGURES = 30, 120, 150
+SECONDS = 10.0  # seconds of a step: from here on figures are in seconds, so that they have room
 _COLOURS = {bar.name: bar.colour for bar in WATERFALL}
 
 
@@ -25,26 +28,21 @@ def draw_bars(bars: Mapping[str, float], title: str, width: int = SMALL) -> Pict
     picture = Picture(width, 2 * MARGIN + _ROW * (len(bars) + 2))
     picture.text(MARGIN, MARGIN + _ROW / 2, title, 16, INK)
     left, right = MARGIN + _NAMES, width - MARGIN - _FIGURES
-    axes = picture.axes(left, MARGIN + _ROW, right, picture.height - MARGIN)
-    rows, low, high = len(bars) + 1, min(ends), max(ends)
-    axes.set_xlim(low, high if high > low else low + 1)
-    axes.set_ylim(rows, 0)
-    for row, name in enumerate([*bars, "measured"]):
-        picture.text(left - 10, MARGIN + _ROW * (row + 1.5), name, 13, INK, "right")
-    starts, lengths = [*ends[:-1], 0.0], [*bars.values(), total]
+    low, high = min(ends), max(ends)
+    starts, stops = np.array([*ends[:-1], 0.0]), np.array([*ends[1:], total])
+    to, since = (left + (t - low) / (high - low or 1) * (right - left) for t in (stops, starts))
+    middle = MARGIN + _ROW * (np.arange(len(starts)) + 1.5)
     colours = [*(_COLOURS.get(name, QUIET) for name in bars), QUIET]
-    axes.barh([row + 0.5 for row in range(rows)], lengths, 0.6, starts, color=colours, antialiased=False)
-    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        end = max(start, start + length)
-        axes.annotate(
-            _figure(length, total), (end, row + 0.5), (points(8), 0), textcoords="offset points", fontsize=points(13),
-            color=INK, va="center_baseline", annotation_clip=False,
-        )  # fmt: skip
-    for row, end in enumerate(ends[1:-1], 1):  # from the end of one bar to the beginning of the next
-        axes.plot([end, end], [row - 0.2, row + 0.2], color=QUIET, linewidth=points(1))
+    picture.boxes(np.minimum(since, to), middle - 0.3 * _ROW, np.maximum(since, to), middle + 0.3 * _ROW, colours)
+    joints = to[:-2]  # from the end of one bar to the beginning of the next
+    picture.boxes(joints, middle[:-2] + 0.3 * _ROW, joints + 1, middle[1:-1] - 0.3 * _ROW, QUIET)
+    unit = "ms" if max(map(abs, ends)) < SECONDS else "s"
+    for name, length, x, y in zip([*bars, "measured"], stops - starts, np.maximum(since, to), middle, strict=True):
+        picture.text(left - 10, y, name, 13, INK, "right")
+        picture.text(x + 8, y, _figure(float(length), total, unit), 13, INK)
     return picture
 
 
-def _figure(seconds: float, total: float) -> str:
+def _figure(seconds: float, total: float, unit: str) -> str:
     share = f"  {100 * seconds / total:.1f} %" if total else ""
-    return f"{seconds * 1e3:.2f} ms{share}"
+    return f"{seconds * (1e3 if unit == 'ms' else 1):.2f} {unit}{share}"

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,12 @@ class Board:
         summary = self._summaries.Summary
         value = summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=told)
         self._add(summary(value=[value]))
+
+    def take_over(self, events: Iterable[Any]) -> None:
+        """Write events of another file, as they are, before anything else."""
+        with self._writing():
+            for event in events:
+                self._open().file_writer.event_writer.add_event(event)
 
     def flush(self) -> None:
         """Bring what was written to the file. Raises UnwritableError where the folder takes no more."""

@@ -122,7 +122,7 @@ class AsynchronousSGD:
 
     def __init__(self, job: Job, reducers: Mapping[int, Reducer], steps: int) -> None:
         every = job.settings.eval.every if job.eval_samples else None
-        self._ends = tuple(accumulate(window_lengths(steps, every)))  # steps behind which all meet
+        self._ends = tuple(accumulate(window_lengths(steps, (every,))))  # steps behind which all meet
         self._reducers = {s: reducer for s, reducer in reducers.items() if isinstance(reducer, PushReducer)}
         self._steps = steps
         self.updates: list[Update] = []  # of the servers here, in the order of their stages

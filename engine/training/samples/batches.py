@@ -49,10 +49,10 @@ class Batches:
         generator = torch.Generator().manual_seed(seed_for(self.seed, "epoch", epoch))
         return torch.randperm(self.samples, generator=generator)
 
-    def shares(self, replica: int, count: int) -> Iterator[list[int]]:
-        """This replica's sample indices for batches 0..count-1, without those that leave it no sample."""
+    def shares(self, replica: int, count: int, start: int = 0) -> Iterator[list[int]]:
+        """This replica's sample indices for batches start..count-1, without those that leave it no sample."""
         order, epoch = torch.empty(0), -1
-        for index in range(count):
+        for index in range(start, count):
             if index // self.per_epoch != epoch:
                 epoch = index // self.per_epoch
                 order = self.order(epoch)
@@ -60,3 +60,9 @@ class Batches:
             at = index % self.per_epoch * self.global_size + sum(share[:replica])
             if share[replica]:
                 yield order[at : at + share[replica]].tolist()
+
+    def shares_before(self, replica: int, start: int) -> int:
+        """How many of the batches before `start` leave this replica a sample."""
+        epochs, rest = divmod(start, self.per_epoch)
+        some = [sizes(self.count(index), self.replicas)[replica] > 0 for index in range(self.per_epoch)]
+        return epochs * sum(some) + sum(some[:rest])

@@ -52,12 +52,16 @@ class BatchStream:
         self._first, self._last = 0 in stages, job.placement.stages - 1 in stages
         self._held: dict[int, ReplicaBatch] = {}
         self._data: Iterator[Any] = iter(())
-        if self._first or self._last:
+        if (self._first or self._last) and job.start < self.steps:
             data = dataset(settings.data, evaluation=False)
             assert data is not None
             if settings.delay.sample_ms:
                 data = SlowDataset(data, settings.delay.sample_ms * 1e-3)
-            self._data = loader(settings.data, data, self.batches, self._replica, self.steps, device)
+            self._data = loader(settings.data, data, self.batches, self._replica, self.steps, device, job.start)
+
+    def close(self) -> None:
+        """Let go of the loader, whose processes end with it."""
+        self._data = iter(())
 
     def take(self, step: int) -> ReplicaBatch:
         """This replica's batch of a step, loaded if it is not yet; steps are taken in order."""

@@ -13,13 +13,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import count as natural
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from engine.errors import ExhaustedError, Interrupted, said
-from engine.pipeline.seeds import loading, seed_for
+from engine.pipeline.seeds import loading, seed_for, seed_loading
 from engine.targets import build
 from engine.training.samples.batches import Batches
 
@@ -40,13 +40,26 @@ class ItemError(RuntimeError):
     """An item of a data set could not be loaded, or put into a batch; the message names it."""
 
 
+class Share(NamedTuple):
+    """The samples of a replica's batch; `number` counts its batches."""
+
+    number: int
+    indices: list[int]
+
+
 class _NamedItems(Dataset[Any]):
-    """A data set whose batches are handed on with their indices, so that whatever an item raises can name it."""
+    """A data set whose batches are handed on with their indices, so that whatever an item raises can name it.
 
-    def __init__(self, data: Any) -> None:
-        self._data = data
+    In a loader's process each batch is seeded as it is in the rank's own, so what is drawn does not depend on where.
+    """
 
-    def __getitems__(self, indices: list[int]) -> tuple[list[int], list[Any]]:
+    def __init__(self, data: Any, seed: int, replica: int) -> None:
+        self._data, self._seed, self._replica = data, seed, replica
+
+    def __getitems__(self, share: Share) -> tuple[list[int], list[Any]]:
+        indices = share.indices
+        if get_worker_info() is not None:
+            seed_loading(self._seed, share.number, self._replica)
         if hasattr(self._data, "__getitems__"):  # a data set that loads a batch at once
             with _naming(lambda error: f"items {_listed(indices)} cannot be loaded: {said(error)}"):
                 return indices, self._data.__getitems__(indices)
@@ -92,17 +105,23 @@ def _naming(say: Callable[[BaseException], str]) -> Iterator[None]:
 
 
 def loader(
-    config: Mapping[str, Any], data: Dataset[Any], batches: Batches, replica: int, count: int, device: torch.device
+    config: Mapping[str, Any],
+    data: Dataset[Any],
+    batches: Batches,
+    replica: int,
+    count: int,
+    device: torch.device,
+    start: int = 0,
 ) -> Iterator[Any]:
-    """This replica's share of batches 0..count-1, collated, one after another.
+    """This replica's share of batches start..count-1, collated, one after another.
 
-    What the data set draws follows from seed, batch and replica (with `workers`: from seed, worker and replica).
+    What the data set draws follows from seed, batch and replica, whoever loads it.
     """
     workers = int(config.get("workers") or 0)
     pin = config.get("pin_memory")
     made = DataLoader(
-        _NamedItems(data),
-        batch_sampler=ShareSampler(batches, replica, count),
+        _NamedItems(data, batches.seed, replica),
+        batch_sampler=ShareSampler(batches, replica, count, start),  # type: ignore[arg-type]  # a list with its number
         collate_fn=_collate,
         num_workers=workers,
         multiprocessing_context=_start_method() if workers else None,
@@ -110,7 +129,7 @@ def loader(
         generator=torch.Generator().manual_seed(seed_for(batches.seed, "loader", replica)),
     )
     if not workers:
-        return _seeded(iter(made), batches.seed, replica)
+        return _seeded(iter(made), batches.seed, replica, batches.shares_before(replica, start))
     try:
         # What the processes queue through; torch leaves a half-made iterator behind, which complains, where it fails.
         queues = [multiprocessing.get_context(_start_method()).Queue() for _ in range(workers + 2)]
@@ -163,9 +182,9 @@ def without_room(error: Exception) -> ExhaustedError | None:
     return None
 
 
-def _seeded(found: Iterator[Any], seed: int, replica: int) -> Iterator[Any]:
-    """The batches of `found`, each loaded from a seed of its own. A loader seeds its own processes by itself."""
-    for number in natural():
+def _seeded(found: Iterator[Any], seed: int, replica: int, first: int) -> Iterator[Any]:
+    """The batches of `found`, each loaded from a seed of its own; `first`: the number of the first of them."""
+    for number in natural(first):
         with loading(seed, number, replica):
             batch = next(found, None)
         if batch is None:
@@ -183,14 +202,14 @@ def _start_method() -> str | None:
 
 
 class ShareSampler:
-    """Index lists, one per batch; iterated once, lazily."""
+    """The samples of each batch, from batch `start` on; iterated once, lazily."""
 
-    def __init__(self, batches: Batches, replica: int, count: int) -> None:
-        self._arguments = (batches, replica, count)
+    def __init__(self, batches: Batches, replica: int, count: int, start: int = 0) -> None:
+        self._batches, self._replica, self._count, self._start = batches, replica, count, start
 
-    def __iter__(self) -> Iterator[list[int]]:
-        batches, replica, count = self._arguments
-        return batches.shares(replica, count)
+    def __iter__(self) -> Iterator[Share]:
+        shares = self._batches.shares(self._replica, self._count, self._start)
+        yield from map(Share, natural(self._batches.shares_before(self._replica, self._start)), shares)
 
 
 def pair(item: Any) -> tuple[Any, Any]:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from engine.transport import AnyMemory, Edge, PeerLost, PeerTimeout, Work
 from engine.transport.c10d import as_bytes
+from engine.transport.shared.memory import Regions
 from engine.transport.shared.segments import Mapped, Segments, Slot, refused
 from engine.transport.waits import Waits
 
@@ -32,6 +33,7 @@ _ENTRY = struct.Struct("=3q")  # segment, offset, bytes
 _RING_BYTES = RING * _ENTRY.size
 _ATTENTION_S = 0.02  # how long a rank that waits for a send leaves its posted receives alone
 _SIZE = struct.Struct("q")
+IN_PLACE_BYTES = 2**16  # smaller messages are copied: that takes less than to wait until they were read
 
 
 class Owner(Protocol):
@@ -41,6 +43,7 @@ class Owner(Protocol):
     timeout_s: float
     aborted: bool
     waits: Waits
+    regions: Regions
 
     def fill_posted(self) -> None:
         """Fill the posted receives of the rank whose messages have arrived."""
@@ -120,13 +123,14 @@ class _End(AnyMemory):
 
 
 class SendingEnd(_End):
-    """Puts messages into slots. Those of `empty` are filled by the caller and sent without a copy."""
+    """Puts messages into slots. What lies in memory that the receiver maps, of `empty` or a region, is not copied."""
 
     def __init__(self, transport: Owner, edge: Edge, end: socket.socket) -> None:
         super().__init__(transport, edge, edge.dst, end)
         self._segments = Segments(self._announce)
         self._own: dict[int, Slot] = {}  # address -> slot that was handed out by `empty`
-        self._under_way: deque[Slot | None] = deque()  # None: of `empty`, not ours to give back
+        self._under_way: deque[Slot | None] = deque()  # None: sent from where it lay, nothing to give back
+        self._shared: dict[int, int] = {}  # descriptor of a region -> number of its segment on this channel
         self._sent = self._taken = 0
         entries = os.memfd_create("engine-ring", os.MFD_CLOEXEC)
         os.ftruncate(entries, _RING_BYTES)
@@ -153,19 +157,29 @@ class SendingEnd(_End):
         nbytes = data.numel()
         if self._sent - self._taken == RING:  # rather wait than overwrite an entry that was not read
             self.wait(self._sent - RING)
-        own = self._own.get(data.data_ptr()) if nbytes else None
-        if own is None:
+        place, slot = self._lies(data.data_ptr(), nbytes), None
+        if place is None:
             self.taken()
             slot = self._segments.slot(nbytes)
             slot.memory[:nbytes].copy_(data)
-        else:
-            slot = own
-        _ENTRY.pack_into(self._ring, self._sent % RING * _ENTRY.size, slot.segment, slot.offset, nbytes)
+            place = slot.segment, slot.offset
+        _ENTRY.pack_into(self._ring, self._sent % RING * _ENTRY.size, *place, nbytes)
         os.eventfd_write(self._arrived_fd, 1)
-        self._under_way.append(None if own else slot)
+        self._under_way.append(slot)
         self.bytes_sent += nbytes
         self._sent += 1
-        return _Sent(self, self._sent - 1, copied=own is None)
+        return _Sent(self, self._sent - 1, copied=slot is not None)
+
+    def _lies(self, address: int, nbytes: int) -> tuple[int, int] | None:
+        """Segment and offset of a message that can be sent from where it lies."""
+        if (own := self._own.get(address) if nbytes else None) is not None:
+            return own.segment, own.offset
+        region = self._transport.regions.find(address, nbytes) if nbytes >= IN_PLACE_BYTES else None
+        if region is None:
+            return None
+        if region.fd not in self._shared:
+            self._shared[region.fd] = self._segments.adopt(region.fd, region.nbytes)
+        return self._shared[region.fd], address - region.begin
 
     def taken(self) -> int:
         """Number of messages that the receiver has copied out; their slots are free."""
@@ -220,12 +234,15 @@ class _Sent:
 
 
 class ReceivingEnd(_End):
-    """Copies messages out of slots, into the buffers that were posted for them, in order."""
+    """Copies messages out of slots into the buffers that were posted for them, or shows them in place; in order."""
+
+    readable = True
 
     def __init__(self, transport: Owner, edge: Edge, end: socket.socket, handed: list[int]) -> None:
         super().__init__(transport, edge, edge.src, end)
         self._mapped = Mapped()
-        self._posted: deque[_Receive] = deque()
+        self._posted: deque[_Receive | _View] = deque()
+        self._viewed: _View | None = None  # whose message is being read in place
         self._arrived = self._read = 0
         self._unmapped: OSError | None = None  # why a segment could not be mapped
         self._lock = threading.Lock()  # held by whoever fills receives
@@ -238,51 +255,89 @@ class ReceivingEnd(_End):
         self._posted.append(receive)
         return receive
 
+    def iview(self, like: Tensor) -> _View:
+        """Post a receive of a message of the size of `like` that is to be read where it lies."""
+        view = _View(self, like)
+        self._posted.append(view)
+        return view
+
     def fill(self, receive: _Receive) -> None:
         """Wait for messages until this receive has its own."""
         with self._lock:
             while not receive.complete:
-                if self._read == self._arrived:
-                    more = self._next(self._transport.timeout_s)
-                    if not more:
-                        raise self.late()
-                    self._arrived += more
-                self._copy(self._posted.popleft())
+                self._message()
+                self._copy(self._posted[0])
+
+    def show(self, view: _View) -> Tensor:
+        """Wait for the message of a view: its bytes, to be left alone by the sender until `free`."""
+        with self._lock:
+            while self._posted[0] is not view:
+                self._message()
+                self._copy(self._posted[0])
+            self._message()
+            segment, offset = self._place(view.nbytes)
+            memory = self._mapped.view(segment, offset, view.nbytes)
+            self._viewed = self._posted.popleft()  # type: ignore[assignment]
+            return memory
+
+    def free(self, view: _View) -> None:
+        """Let the sender have the memory of a view back."""
+        with self._lock:
+            assert self._viewed is view, "messages are let go in the order in which they are read"
+            self._viewed = None
+            self._done()
+
+    def _message(self) -> None:
+        """Wait until a message has arrived that was not read."""
+        assert self._viewed is None, "the message that is being read in place must be let go first"
+        if self._read == self._arrived:
+            more = self._next(self._transport.timeout_s)
+            if not more:
+                raise self.late()
+            self._arrived += more
+
+    def _done(self) -> None:
+        self._read += 1
+        os.eventfd_write(self._taken_fd, 1)
 
     def fill_posted(self) -> None:
         """Fill the receives whose messages have arrived, without waiting.
 
         A message of another size is left to whoever waits for it.
         """
-        if self._posted and self._lock.acquire(blocking=False):
+        if self._posted and self._viewed is None and self._lock.acquire(blocking=False):
             try:
                 with contextlib.suppress(BlockingIOError):
                     self._arrived += os.eventfd_read(self._fd)
-                while self._posted and self._read < self._arrived:
-                    self._copy(self._posted.popleft())
+                while self._posted and self._read < self._arrived and isinstance(self._posted[0], _Receive):
+                    self._copy(self._posted[0])
             except ValueError:
                 pass
             finally:
                 self._lock.release()
 
-    def _copy(self, receive: _Receive) -> None:
+    def _copy(self, receive: _Receive | _View) -> None:
+        """The message that has arrived into the first of the posted receives, which stays there where that fails."""
+        assert isinstance(receive, _Receive), "the message that is to be read in place comes first"
+        segment, offset = self._place(receive.nbytes)
+        self._mapped.copy(segment, offset, receive.data, receive.memory)
+        receive.complete = True
+        self._posted.popleft()
+        self._done()
+
+    def _place(self, expected: int) -> tuple[int, int]:
+        """Segment and offset of the message that has arrived. ValueError where it has another size, OSError."""
         segment, offset, nbytes = self._entry(self._read)
-        if nbytes != len(receive.memory):
-            self._posted.appendleft(receive)  # every later wait says the same
+        if nbytes != expected:
             raise ValueError(
-                f"{self.edge}: rank {self.edge.src} sends {nbytes} bytes, "
-                f"rank {self.edge.dst} receives {receive.data.numel()}"
+                f"{self.edge}: rank {self.edge.src} sends {nbytes} bytes, rank {self.edge.dst} receives {expected}"
             )
         try:
             self._map(segment)
         except OSError as error:
-            self._posted.appendleft(receive)
             self._unmapped = self._unmapped or error
             raise
-        self._mapped.copy(segment, offset, receive.data, receive.memory)
-        receive.complete = True
-        self._read += 1
-        os.eventfd_write(self._taken_fd, 1)
+        return segment, offset
 
     def _map(self, segment: int) -> None:
         """Map what was announced before the message that lies in it.
@@ -301,18 +356,19 @@ class ReceivingEnd(_End):
 
     def what(self) -> str:
         """Name the wait for a receive in messages."""
-        nbytes = self._posted[0].data.numel() if self._posted else 0
+        nbytes = self._posted[0].nbytes if self._posted else 0
         return f"receive of {nbytes} bytes on {self.edge}, peer {self._peer}"
 
 
 class _Receive:
     """A posted receive. Keeps its buffer."""
 
-    __slots__ = ("_end", "complete", "data", "memory")
+    __slots__ = ("_end", "complete", "data", "memory", "nbytes")
 
     def __init__(self, end: ReceivingEnd, data: Tensor) -> None:
         self._end, self.data, self.complete = end, data, False
         self.memory = data.numpy().data
+        self.nbytes = len(self.memory)
 
     def done(self) -> bool:
         return self.complete
@@ -320,3 +376,18 @@ class _Receive:
     def wait(self) -> None:
         if not self.complete:
             self._end.fill(self)
+
+
+class _View:
+    """A message that is read where it lies: an `Arrival`."""
+
+    __slots__ = ("_dtype", "_end", "nbytes")
+
+    def __init__(self, end: ReceivingEnd, like: Tensor) -> None:
+        self._end, self._dtype, self.nbytes = end, like.dtype, like.nbytes
+
+    def wait(self) -> Tensor:
+        return self._end.show(self).view(self._dtype)
+
+    def free(self) -> None:
+        self._end.free(self)

@@ -57,21 +57,22 @@ class Segments:
         """Make a slot free again."""
         self._free[slot.memory.numel()].append(slot)
 
+    def adopt(self, fd: int, nbytes: int) -> int:
+        """Hand a file of the caller's to the receiver as a segment; its number."""
+        self._announce(fd, nbytes)
+        segment, self._count = self._count, self._count + 1
+        return segment
+
     def _more(self, size: int) -> list[Slot]:
         made = self._made.get(size, 0)
         count = max(1, min(made, MOST_BYTES // size))
-        with refused(count * size):
-            fd = os.memfd_create("engine-channel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = anonymous("engine-channel", count * size)
         try:
             with refused(count * size):
-                os.ftruncate(fd, count * size)
-                for seal in _SEALS:
-                    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, getattr(fcntl, seal))
                 whole = torch.frombuffer(mmap.mmap(fd, count * size), dtype=torch.uint8)
-            self._announce(fd, count * size)
+            segment = self.adopt(fd, count * size)
         finally:
             os.close(fd)
-        segment, self._count = self._count, self._count + 1
         self._made[size] = made + count
         return [Slot(segment, k * size, whole[k * size : (k + 1) * size]) for k in reversed(range(count))]
 
@@ -101,14 +102,22 @@ class Mapped:
 
         ValueError where the peer points outside of what it shared.
         """
-        memory, tensor = self._segments[segment]
-        end = offset + len(bytes_of_target)
-        if not 0 <= offset <= end <= len(memory):
-            raise ValueError(f"{end - offset} bytes at {offset} of a segment of {len(memory)}")
-        if end - offset <= SHORT_BYTES:
-            bytes_of_target[:] = memory[offset:end]
+        nbytes = len(bytes_of_target)
+        memory, tensor = self._within(segment, offset, nbytes)
+        if nbytes <= SHORT_BYTES:
+            bytes_of_target[:] = memory[offset : offset + nbytes]
         else:
-            target.copy_(tensor[offset:end])
+            target.copy_(tensor[offset : offset + nbytes])
+
+    def view(self, segment: int, offset: int, nbytes: int) -> Tensor:
+        """Return the sender's own bytes, uint8 [nbytes]; ValueError as in `copy`."""
+        return self._within(segment, offset, nbytes)[1][offset : offset + nbytes]
+
+    def _within(self, segment: int, offset: int, nbytes: int) -> tuple[memoryview, Tensor]:
+        memory, tensor = self._segments[segment]
+        if not 0 <= offset <= offset + nbytes <= len(memory):
+            raise ValueError(f"{nbytes} bytes at {offset} of a segment of {len(memory)}")
+        return memory, tensor
 
 
 @contextlib.contextmanager
@@ -119,6 +128,20 @@ def refused(nbytes: int) -> Iterator[None]:
     except OSError as error:
         what = f"no {nbytes} bytes of shared memory for messages between ranks"
         raise ExhaustedError(error.errno, f"{what}: {os.strerror(error.errno or 0)}") from error
+
+
+def anonymous(name: str, nbytes: int) -> int:
+    """Return the descriptor of a file without a place, zeros, whose size nobody can change. ExhaustedError."""
+    with refused(nbytes):
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, nbytes)
+            for seal in _SEALS:
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, getattr(fcntl, seal))
+        except OSError:
+            os.close(fd)
+            raise
+    return fd
 
 
 def size_of(nbytes: int) -> int:

@@ -5,6 +5,9 @@
                 └─ eventfd "arrived" += 1 ─────────────►    wakes the thread that waits, which copies the slot out
     slot is free again  ◄───────────── eventfd "taken" += 1 ┘
 
+A message that lies in memory that the receiver has mapped (`memory.py`) needs no slot, and a receiver may read any
+message where it lies (`iview`): buckets of gradients are combined straight out of the neighbour's memory.
+
 One wake-up carries a message across, and no thread stands between the two that compute; a socket's way takes two, the
 backend's thread and then ours. A send never blocks: the slots grow with what is under way, and an event counter is
 never full. A tensor that was copied into a slot is done with at once; a slot that the caller fills itself (`empty`) is
@@ -32,8 +35,9 @@ from engine.errors import ExhaustedError
 from engine.transport import Channel, Edge, Endpoint, PeerTimeout, Work
 from engine.transport.c10d import Finished, check_reducible, sum_over
 from engine.transport.gloo import GlooTransport
-from engine.transport.shared.ends import ReceivingEnd, SendingEnd, introduction
+from engine.transport.shared.ends import IN_PLACE_BYTES, ReceivingEnd, SendingEnd, introduction
 from engine.transport.shared.exchange import Exchange, meet
+from engine.transport.shared.memory import Regions
 from engine.transport.sockets import Limit, accepted, connected, listening
 from engine.transport.waits import ANYWHERE, Waits
 
@@ -41,7 +45,7 @@ from engine.transport.waits import ANYWHERE, Waits
 def make(endpoint: Endpoint) -> SharedMemoryTransport:
     """Make the transport of one process."""
     return SharedMemoryTransport(
-        endpoint.rank, endpoint.world, endpoint.meeting, endpoint.timeout_s, waits=endpoint.waits
+        endpoint.rank, endpoint.world, endpoint.meeting, endpoint.timeout_s, endpoint.waits, endpoint.in_place
     )
 
 
@@ -53,13 +57,23 @@ class SharedMemoryTransport:
 
     device = torch.device("cpu")
 
-    def __init__(self, rank: int, world: int, store: Store, timeout_s: float, waits: Waits = ANYWHERE) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        store: Store,
+        timeout_s: float,
+        waits: Waits = ANYWHERE,
+        in_place: bool = True,
+    ) -> None:
         self.rank = rank
         self.world = world
         self.timeout_s = timeout_s
         self.waits = waits
         self.aborted = False
         self._store = store
+        self.regions = Regions()
+        self._in_place = in_place
         self._ends: dict[Edge, SendingEnd | ReceivingEnd] = {}
         self._sums: dict[tuple[tuple[int, ...], str], Exchange] = {}
         self._groups: GlooTransport | None = None
@@ -90,6 +104,12 @@ class SharedMemoryTransport:
     def channel(self, edge: Edge) -> Channel:
         """Return this rank's end of an edge that was opened."""
         return self._ends[edge]
+
+    def memory(self, nbytes: int, device: torch.device) -> Tensor:
+        """Return memory that other ranks read where it lies."""
+        if not self._in_place or device.type != "cpu" or nbytes < IN_PLACE_BYTES:
+            return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        return self.regions.allot(nbytes)
 
     def fill_posted(self) -> None:
         """Fill the posted receives whose messages have arrived.
@@ -128,6 +148,7 @@ class SharedMemoryTransport:
         for end in self._ends.values():
             end.close()
         self._ends.clear()
+        self.regions.close()
         for exchange in self._sums.values():
             exchange.close()
         self._sums.clear()

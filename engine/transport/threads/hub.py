@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine.transport import AnyMemory, Channel, Edge, Endpoint, PeerLost, Work
+from engine.transport import AnyMemory, Channel, Edge, Endpoint, PeerLost, PlainMemory, Work
 from engine.transport.threads.queues import Queues
 from engine.transport.threads.sums import SumGroup
 from engine.transport.threads.timeouts import Timeouts
@@ -93,7 +93,7 @@ class _ThreadChannel(AnyMemory):
         return self._queues.post("receive", tensor)
 
 
-class ThreadTransport:
+class ThreadTransport(PlainMemory):
     """One rank's ends; made by `ThreadHub.transport`."""
 
     device = torch.device("cpu")
