@@ -53,6 +53,19 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Tie:
+    """A weight that several layers share: `homes` are (layer, name in it), the first is its owner.
+
+    `name` is the owner's in the unsplit model, `place` its number among the model's trainable parameters, layer by
+    layer; None where it is frozen.
+    """
+
+    name: str
+    homes: tuple[tuple[int, str], ...]
+    place: int | None
+
+
+@dataclass(frozen=True)
 class Job:
     """Everything that a worker needs to know to run: settings, verified programs, split, message tables.
 
@@ -75,6 +88,8 @@ class Job:
     windows: tuple[int, ...] = ()  # of an asynchronous schedule: how many updates lie between its drains
     streams: dict[tuple[int, ...], Program] = field(default_factory=dict)  # micro-batches of updates -> lowered program
     random_loss: bool = False  # the loss may draw random numbers: it is seeded before each call
+    ties: tuple[Tie, ...] = ()  # weights that layers share
+    example: str = ""  # an input in words (`pipeline/cutting`), for which the model is cut where it is no list
     start: int = 0  # steps done before: those of the checkpoint that the run goes on from
     resumed: str | None = None  # its folder
     start_dir: str = "."

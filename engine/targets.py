@@ -138,6 +138,8 @@ def _near(name: str, names: Iterable[str]) -> str:
 
 
 def _remark(module: str) -> str:
+    if module.partition(".")[0] == "transformers":
+        return " (it is an extra: pip install -e '.[transformers]')"
     if module.partition(".")[0] != "models":
         return ""
     return " (`models` is the package beside `engine`, and the modules of your own `models` folder; a models.py is not)"

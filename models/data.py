@@ -2,6 +2,8 @@
 
 digits      scikit-learn's handwritten digits, enlarged        a picture  -> its class
 text        a text folder or file, byte by byte                bytes      -> the bytes that follow them
+masked      the same with some bytes masked                    bytes      -> the bytes that are masked
+reversal    random words, to be written backwards              words      -> the same in reverse
 synthetic   mixtures of fixed patterns                         any shape  -> a class, or a number
 """
 
@@ -11,6 +13,7 @@ import sysconfig
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,6 +112,57 @@ class Text(Dataset[Sample]):
         start = index * self._context
         window = self._bytes[start : start + self._context + 1].long()
         return window[:-1], window[1:]
+
+
+class MaskedText(Text):
+    """As `Text`, but some bytes are replaced by `mask`, and these are the targets; -100 stands for the others.
+
+    `masked`: the fraction. Which bytes these are depends on the index alone.
+    """
+
+    def __init__(self, masked: float = 0.15, mask: int = 256, **keywords: Any) -> None:
+        super().__init__(**keywords)
+        if not 0 < masked < 1:
+            raise ValueError(f"data.masked={masked} must be between 0 and 1")
+        self._masked, self._mask = masked, mask
+
+    def __getitem__(self, index: int) -> Sample:
+        given, _ = super().__getitem__(index)
+        hidden = torch.rand(len(given), generator=torch.Generator().manual_seed(index)) < self._masked
+        hidden[0] = True
+        return given.masked_fill(hidden, self._mask), given.masked_fill(~hidden, -100)
+
+
+class Reversal(Dataset[tuple[dict[str, Tensor], Tensor]]):
+    """Random words to be written backwards: ({names[0]: words, names[1]: answer so far}, answer), int64 [length] each.
+
+    The words are 2 .. `vocabulary` - 1; the answer so far begins with 1. Everything follows from `seed` and the index.
+    """
+
+    def __init__(
+        self,
+        samples: int = 1024,
+        length: int = 12,
+        vocabulary: int = 32,
+        names: Sequence[str] = ("source", "target"),
+        seed: int = 0,
+    ) -> None:
+        if samples < 1 or length < 1 or vocabulary < 3 or len(names) != 2:
+            raise ValueError(
+                f"data.samples={samples} and data.length={length} must be at least 1, data.vocabulary={vocabulary} at "
+                f"least 3, and data.names={list(names)} two names"
+            )
+        self._names, draw = tuple(names), torch.Generator().manual_seed(seed)
+        self._words = torch.randint(2, vocabulary, (samples, length), generator=draw)
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
+        words = self._words[index]
+        answer = words.flip(0)
+        so_far = torch.cat([torch.ones(1, dtype=torch.int64), answer[:-1]])
+        return dict(zip(self._names, (words, so_far), strict=True)), answer
 
 
 def _read_text(path: str | None, max_bytes: int) -> bytes:

@@ -6,6 +6,7 @@ Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -88,6 +89,15 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
+class TiedHead(nn.Linear):
+    """A head whose matrix is the token embedding's, wherever that is: the engine reads it from `tied`."""
+
+    tied: ClassVar[dict[str, str]] = {"weight": "embedding.token.weight"}  # own name -> name in the whole model
+
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__(width, vocabulary, bias=False)
+
+
 def gpt(
     vocabulary: int = 256,
     context: int = 128,
@@ -99,8 +109,8 @@ def gpt(
 ) -> Layers:
     """Return the layers of a GPT: integers [N, T] -> logits [N, T, vocabulary], T at most `context`.
 
-    Raises ValueError for sizes below 1, where `heads` does not divide `width`, and for `tied` (one matrix as embedding
-    and head), which would live on two stages.
+    `tied`: one matrix is the token embedding and the head. Raises ValueError for sizes below 1, and where `heads` does
+    not divide `width`.
     """
     sizes = {"vocabulary": vocabulary, "context": context, "width": width, "heads": heads}
     for name, size in sizes.items():
@@ -112,13 +122,11 @@ def gpt(
         raise ValueError(f"model.width={width} is not a multiple of model.heads={heads}")
     if not 0 <= dropout < 1:
         raise ValueError(f"model.dropout={dropout} is not in [0, 1)")
-    if tied:
-        raise ValueError("model.tied=true is not supported yet (a weight on two stages); use model.tied=false")
     return [
         ("embedding", lambda: Embedding(vocabulary, context, width, dropout)),
         *((f"blocks.{i}", lambda: Block(width, heads, dropout, layers)) for i in range(layers)),
         ("norm", lambda: nn.LayerNorm(width)),
-        ("head", lambda: _linear(width, vocabulary, bias=False)),
+        ("head", lambda: TiedHead(width, vocabulary) if tied else _linear(width, vocabulary, bias=False)),
     ]
 
 

@@ -42,7 +42,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "C027": ("logged loss is another", ["runtime: what_is_logged_depends_on_no_layout",
                                         "losses: next_token_loss_weighs_tokens_not_samples"]),
     "C028": ("one loss for all", ["losses: micro_batches_in_flight_keep_losses_of_their_own"]),
-    "C031": ("norms counted twice", ["clip_norms: replicas_and_copies_are_counted_once",
+    "C031": ("norms counted twice", ["ties: the_norm_counts_a_tied_weight_once",
+                                     "clip_norms: replicas_and_copies_are_counted_once",
                                       "runtime: what_is_logged_depends_on_no_layout"]),
     "C034": ("reduced too often", ["runtime: reduced_bytes_do_not_depend_on_microbatches"]),
     "C035": ("conditional parameters", ["runtime: a_branch_used_by_one_microbatch_of_one_replica"]),
@@ -65,7 +66,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "C059": ("nothing to send", ["replicas: empty_tensors_are_sent_and_reduced_as_such",
                                  "boundary: any_nesting_arrives_as_it_was", "primitives: reductions",
                                  "runtime: unusual_boundaries"]),
-    "C063": ("links that jump", ["skips: a_link_over_a_stage_trains_as_in_one_process",
+    "C063": ("links that jump", ["cut: unet_hands_its_skips_on_over_stages_in_between",
+                                 "skips: a_link_over_a_stage_trains_as_in_one_process",
                                  "skips: a_cut_inside_a_residual_block_is_refused"]),
     "C064": ("split backward, several outputs", ["split: several_outputs", "split: stage_with_several_outputs"]),
     "C069": ("activations kept", ["runtime: memory_of_1f1b_is_flat_in_microbatches",
@@ -154,6 +156,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "C146": ("layers left out at random", [
         "messages: a_layer_that_cannot_be_known_before_the_run_is_refused_with_the_remedy",
         "messages: a_layer_left_out_by_pythons_own_generator_trains"]),
+    "C065": ("a cut that runs a module twice", ["cut_parts: a_call_counts_once"]),
+    "C144": ("models of libraries", ["library_models: trains_as_in_one_process"]),
     "C175": ("a number for a sweeper", [
         "objective: a_sweeper_gets_a_figure_of_a_training_job", "objective: optuna_optimizes_it",
         "objective: a_job_that_failed_returns_the_worst_there_is"]),

@@ -197,8 +197,6 @@ def test_gpt_starts_near_a_uniform_guess() -> None:
 
 
 def test_gpt_refuses() -> None:
-    with pytest.raises(ValueError, match="tied=true is not supported yet"):
-        gpt(tied=True)
     with pytest.raises(ValueError, match=r"width=30 is not a multiple of model.heads=4"):
         gpt(width=30)
     with pytest.raises(ValueError, match=r"dropout=1.5 is not in \[0, 1\)"):

@@ -98,16 +98,17 @@ def updated(pipeline: Pipeline) -> list[Updated]:
     """What this rank's optimizer updates, by name, in the order in which it was given."""
     updater, found = pipeline.updater, []
     if updater.sharded:
-        for reducer in updater.sharded.values():
+        for reducer in [*updater.sharded.values(), *updater.sharded_ties.values()]:
             for number, given, first, flat in reducer.pieces:
                 name, whole = reducer.named[number]
                 found.append(Updated(name, given, whole, first, flat, True))
         return found
     owned = {index for index, _, owns in _stages(pipeline) if owns}
+    known: dict[nn.Parameter, tuple[str, int]] = {}  # tied weights: under one name, stored once
     for index in sorted(pipeline.stages):
         for name, parameter in pipeline.stages[index].named_parameters():
-            found.append(Updated(name, parameter, parameter, 0, False, index in owned))
-    return found
+            known.setdefault(parameter, updater.owner_of(parameter) or (name, index))
+    return [Updated(name, p, p, 0, False, owner in owned) for p, (name, owner) in known.items()]
 
 
 def _capture_update(pipeline: Pipeline, file: str, state: RankState) -> None:
@@ -165,7 +166,7 @@ def restore(pipeline: Pipeline, reader: Reader) -> None:
 def _restore_extra(layers: Any, extra: dict[str, Any]) -> None:
     for layer in layers:
         own = {
-            f"{layer.name}.{key}": key
+            f"{layer.prefix}{key}": key
             for key, value in layer.module.state_dict().items()
             if not isinstance(value, Tensor)
         }

@@ -25,10 +25,14 @@ class Meeting(NamedTuple):
     backend: bool = False
 
 
+StageSet = tuple[int, ...]  # stages that share parameters (tied weights)
+
+
 class Connections(NamedTuple):
     """What a pipeline of `ranks` opens. `reduces`: stages have copies, over replicas or within one.
 
-    `sharing[s]`: all ranks that hold a copy of stage s, and `kinds[s]` their all-reduce. One of `groups` that has a
+    `sharing[s]`: all ranks that hold a copy of stage s, and `kinds[s]` their all-reduce; `sharing[stages]`: all that
+    hold a copy of one of these, between which weights are tied. One of `groups` that has a
     single member is never opened. Labels of edges and groups begin with `label`.
     """
 
@@ -36,8 +40,8 @@ class Connections(NamedTuple):
     reduces: bool
     edges: list[Edge]
     groups: list[Meeting]
-    sharing: dict[int, list[int]]
-    kinds: dict[int, type[Collective]]
+    sharing: dict[int | StageSet, list[int]]
+    kinds: dict[int | StageSet, type[Collective]]
     label: str = ""
 
 
@@ -53,22 +57,27 @@ def connections(
     divided: bool = False,
     everybody: bool = False,
     label: str = "",
+    tied: Iterable[StageSet] = (),
 ) -> Connections:
     """The channels and groups that `programs` need, in the order in which all ranks open them.
 
     `kind_of(members)` is the all-reduce of a stage's copies, `edges_of(kind, members, label)` their channels (None:
     those of the all-reduce). `divided`: the optimizer is, so norms are summed over all ranks. `everybody`: there is a
-    group of all ranks besides, for losses.
+    group of all ranks besides, for losses. `tied`: sets of stages between which weights are tied.
     """
     ranks = placement.ranks
     homes = {s: placement.ranks_of(s) for s in range(placement.stages)}
-    sharing = {s: [Rank.at(r, home, ranks).world for r in range(replicas) for home in own] for s, own in homes.items()}
+    sharing: dict[int | StageSet, list[int]] = {
+        s: [Rank.at(r, home, ranks).world for r in range(replicas) for home in own] for s, own in homes.items()
+    }
+    for stages in tied:
+        sharing[stages] = sorted({rank for s in stages for rank in sharing[s]})
     kinds = {s: kind_of(members) for s, members in sharing.items()}
     pairs = sorted({channel for program in programs for channel in channels(program)})
     pipelines = [replica_ranks(r, ranks) for r in range(replicas)]
     edges = [Edge(own[a], own[b], label + way) for own in pipelines for a, b, way in pairs]
     for s, members in sharing.items():
-        name = f"{label}reduce{s}"
+        name = _reduction(label, s)
         edges += edges_of(kinds[s], members, name) if edges_of else kinds[s].edges(members, name)
     groups = [Meeting(list(own), f"{label}norms") for own in pipelines]
     groups.append(Meeting(sharing[placement.stages - 1], f"{label}counts"))
@@ -76,15 +85,19 @@ def connections(
         groups.append(Meeting(list(range(ranks * replicas)), f"{label}norms"))
     if everybody:
         groups.append(Meeting(list(range(ranks * replicas)), f"{label}losses"))
-    groups += [Meeting(members, f"{label}reduce{s}", True) for s, members in sharing.items() if kinds[s].backend_group]
+    groups += [Meeting(members, _reduction(label, s), True) for s, members in sharing.items() if kinds[s].backend_group]
     return Connections(ranks, replicas * placement.copies > 1, edges, groups, sharing, kinds, label)
+
+
+def _reduction(label: str, held: int | StageSet) -> str:
+    return f"{label}reduce{held if isinstance(held, int) else '-'.join(map(str, held))}"
 
 
 class Communicators:
     """Channels and groups of one rank, opened.
 
-    `sharing[s]` holds all ranks that have a copy of this rank's stage s, `reduction[s]` is their all-reduce. `me` and
-    `world` count all ranks, `rank` those of one pipeline.
+    `sharing[s]` holds all ranks that have a copy of this rank's stage s, `reduction[s]` is their all-reduce; so it is
+    for sets of stages between which weights are tied. `me` and `world` count all ranks, `rank` those of one pipeline.
     """
 
     def __init__(self, found: Connections, transport: Transport) -> None:
@@ -97,13 +110,13 @@ class Communicators:
             if len(members) > 1 and self.me in members:
                 transport.open_group(members, label, backend)
         self._pipeline = list(replica_ranks(self.replica, found.ranks))
-        self._last = found.sharing[max(found.sharing)]
+        self._last = found.sharing[max(s for s in found.sharing if isinstance(s, int))]
         self._everybody = list(range(self.world))
-        self.reduction: dict[int, Collective] = {}
-        self.sharing: dict[int, Group] = {}
+        self.reduction: dict[int | StageSet, Collective] = {}
+        self.sharing: dict[int | StageSet, Group] = {}
         for s, members in found.sharing.items():
             if self.me in members:
-                name = f"{self.label}reduce{s}"
+                name = _reduction(self.label, s)
                 self.sharing[s] = Group(transport, members, name, found.kinds[s], checked=False)
                 self.reduction[s] = self.sharing[s].collective
 

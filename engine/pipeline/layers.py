@@ -1,4 +1,7 @@
-"""The layers of a model: an nn.Sequential taken apart, or a list. Each rank builds, or keeps, those of its stages."""
+"""The layers of a model: an nn.Sequential taken apart, a list, or any module that is cut (`cutting`).
+
+Each rank builds, or keeps, those of its stages.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from engine.errors import a_type
-from engine.pipeline.dtypes import cast
+from engine.pipeline.cutting.cut import beyond, cut
+from engine.pipeline.cutting.recording import key_of
+from engine.pipeline.dtypes import cast, in_precision
 from engine.pipeline.modes import begin_training
 from engine.pipeline.seeds import building
 
 Factory = Callable[[], nn.Module]
-Given = nn.Sequential | Sequence[nn.Module | tuple[str, nn.Module | Factory]]
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+Given = nn.Module | Sequence[nn.Module | tuple[str, nn.Module | Factory]]
 
 
 class GivenLayer(NamedTuple):
@@ -38,20 +43,60 @@ class GivenLayer(NamedTuple):
         return module
 
 
-def layers_of(given: Given) -> list[GivenLayer]:
+def layers_of(
+    given: Given,
+    example: Any = None,
+    split: Sequence[str] = (),
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[GivenLayer]:
     """The layers of an nn.Sequential, of a list of modules, or of (name, module) or (name, factory) pairs.
 
-    Names are those of the unsplit model: a module without one is called by its position, as in nn.Sequential.
-    ValueError for anything else, and for an nn.Sequential that does more than to run its children one after another.
+    Any other module is cut, for inputs like `example`, on `device` and in precision `dtype`; `split` names submodules
+    at which it must be possible. Names are those of the unsplit model: a module without one is called by its position,
+    as in nn.Sequential. ValueError for anything else, and for a module that cannot be cut.
     """
-    if isinstance(given, nn.Sequential):
+    if isinstance(given, nn.Sequential) and (example is None or not is_cut(given)):
         return [GivenLayer(name, child, None) for name, child in children_of(given, "layers is", "give")]
-    if isinstance(given, nn.Module) or not isinstance(given, Sequence) or isinstance(given, str) or not given:
+    if isinstance(given, nn.Module):
+        if example is None:
+            raise ValueError(
+                f"layers is {a_type(given)}, which is cut by following its forward: give example=, an input as in a "
+                "batch (its shapes count, not its values); or give an nn.Sequential, or a list of modules, of (name, "
+                "module), or of (name, function that builds the module)"
+            )
+        key = key_of(pytree.tree_map(lambda leaf: _in_precision(leaf, dtype), example), training=True)
+        return [GivenLayer(name, part, None) for name, part in parts_of(given, key, split, device, dtype)]
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise ValueError(
-            f"layers is {a_type(given) if given != [] else 'an empty list'}; give an nn.Sequential, or a list of "
-            "modules, of (name, module), or of (name, function that builds the module)"
+            f"layers is {a_type(given) if given != [] else 'an empty list'}; give a module, or a list of modules, of "
+            "(name, module), or of (name, function that builds the module)"
         )
     return [_layer(number, item) for number, item in enumerate(given)]
+
+
+def is_cut(given: nn.Module) -> bool:
+    """Whether a module is cut by following its forward: an nn.Sequential only where it has one worth following."""
+    return not isinstance(given, nn.Sequential) or bool(_beyond_children(given) and not beyond(given))
+
+
+def parts_of(
+    module: nn.Module, key: str, split: Sequence[str], device: torch.device | None, dtype: torch.dtype | None
+) -> list[tuple[str, nn.Module]]:
+    """The layers of a module that is cut for inputs like the one of `key` (`cutting.recording.key_of`)."""
+    on = torch.device("cpu") if device is None else device
+    return list(cut(module, key, split, lambda whole: _copied(whole, {}, on, dtype), on))
+
+
+def without_data(module: nn.Module) -> nn.Module:
+    """A copy of a module under FakeTensorMode."""
+    return _copied(module, {})
+
+
+def _in_precision(leaf: Any, dtype: torch.dtype | None) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty(leaf.shape, dtype=in_precision(leaf.dtype, dtype), device="meta")
 
 
 def _layer(number: int, item: Any) -> GivenLayer:
@@ -71,7 +116,7 @@ def children_of(made: nn.Sequential, where: str, remedy: str) -> list[tuple[str,
 
     ValueError for any other: it begins with `where`, and asks to `remedy` (give, return) a list.
     """
-    if more := _beyond_children(made):
+    if more := beyond(made) or _beyond_children(made):
         raise ValueError(
             f"{where} {a_type(made)} with {more}, which is lost where its children run on different ranks: {remedy} a "
             "list of (dotted name, function that builds the layer) instead, with that inside a layer"
@@ -84,16 +129,9 @@ def children_of(made: nn.Sequential, where: str, remedy: str) -> list[tuple[str,
 def _beyond_children(made: nn.Sequential) -> str:
     """What a container does besides running its children one after another, in words; empty where nothing."""
     kind = type(made)
-    for name, own in (
-        *(("forward", nn.Sequential), ("__iter__", nn.Sequential)),
-        *(("__call__", nn.Module), ("train", nn.Module), ("eval", nn.Module)),
-    ):
-        if name in vars(made) or getattr(kind, name) is not getattr(own, name):
+    for name, own in (("forward", nn.Sequential), ("__iter__", nn.Sequential), ("__call__", nn.Module)):
+        if getattr(kind, name) is not getattr(own, name):
             return f"a {name} of its own"
-    if any(getattr(made, hooks) for hooks in _HOOKS):
-        return "hooks on it"
-    if torch.nn.modules.module._has_any_global_hook():
-        return "hooks that were registered for all modules"
     if made._parameters or made._buffers:
         return f"tensors of its own ({', '.join([*made._parameters, *made._buffers])})"
     return ""
@@ -105,17 +143,20 @@ def fakes_of(given: Iterable[GivenLayer]) -> list[tuple[str, Factory]]:
     Weights that several layers share are shared by the copies too.
     """
     memo: dict[int, Any] = {}
-
-    def fake(module: nn.Module) -> nn.Module:
-        for tensor in _tensors(module):
-            if id(tensor) not in memo:
-                memo[id(tensor)] = _without_data(tensor)
-        return copy.deepcopy(module, memo)
-
     return [
-        (name, factory if module is None else lambda module=module: fake(module))  # type: ignore[misc]
+        (name, factory if module is None else lambda module=module: _copied(module, memo))  # type: ignore[misc]
         for name, module, factory in given
     ]
+
+
+def _copied(
+    module: nn.Module, memo: dict[int, Any], device: torch.device | None = None, dtype: torch.dtype | None = None
+) -> nn.Module:
+    """A copy without data; what shares a tensor with what is copied with the same `memo` shares its copy."""
+    for tensor in _tensors(module):
+        if id(tensor) not in memo:
+            memo[id(tensor)] = _without_data(tensor, device or tensor.device, in_precision(tensor.dtype, dtype))
+    return copy.deepcopy(module, memo)
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -126,8 +167,8 @@ def _tensors(module: nn.Module) -> Iterator[Tensor]:
         yield from (value for value in vars(part).values() if isinstance(value, Tensor))
 
 
-def _without_data(tensor: Tensor) -> Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+def _without_data(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, tensor.requires_grad)
     return made.requires_grad_(tensor.requires_grad)

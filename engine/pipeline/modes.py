@@ -38,5 +38,23 @@ def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
             part.training = training
 
 
+def own_mode(module: nn.Module) -> str:
+    """`train` or `eval`, where a module's own puts other parts into training or evaluation than nn.Module's would."""
+    before = _flags([module])
+    try:
+        for name, mode in (("train", True), ("eval", False)):
+            if getattr(type(module), name) is getattr(nn.Module, name):
+                continue
+            getattr(module, name)()
+            found = _flags([module])
+            nn.Module.train(module, mode)
+            if found != _flags([module]):
+                return name
+    finally:
+        for part, training in before.items():
+            part.training = training
+    return ""
+
+
 def _flags(modules: Iterable[nn.Module]) -> dict[nn.Module, bool]:
     return {part: part.training for module in modules for part in module.modules()}

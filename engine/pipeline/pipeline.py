@@ -48,10 +48,10 @@ class Pipeline(Runner):
     """A model cut into stages over `ranks` ranks, and `replicas` copies of that; this rank holds its own stages.
 
     Args:
-        layers: an nn.Sequential, or a list of modules, (name, module) or (name, function that builds the module). Of
-            functions each rank calls those of its own stages, seeded from (`seed`, position); modules that are given
-            must have equal weights on all ranks (those of other ranks' stages may be on the meta device), and those of
-            other stages are let go.
+        layers: an nn.Sequential, a list of modules, (name, module) or (name, function that builds the module), or any
+            other module (see `example`). Of functions each rank calls those of its own stages, seeded from (`seed`,
+            position); modules that are given must have equal weights on all ranks (those of other ranks' stages may be
+            on the meta device), and those of other stages are let go.
         loss: a function or module of (output, target) that returns one mean, or (sum, count).
         schedule: name of the schedule, see `python -m engine --help`; `options` are its own, such as {"chunks": 2}.
         microbatches: how many a replica's share of a batch is cut into.
@@ -67,6 +67,8 @@ class Pipeline(Runner):
             torch.bfloat16, or makes the context of each.
         seed: of layers that are built by functions, and of what layers draw (dropout masks).
         overlap: function for schedules that run a forward and a backward together, see `engine.pipeline.stage.overlap`.
+        example: an input like that of a batch, where `layers` is a module that is no nn.Sequential: that is cut by
+            following its forward, into stages of which each runs its own stretch of it. Only shapes count.
         prepared: of the engine's own runs, what was proven before; schedule to split and optimizer to shard_optimizer
             are then not looked at.
 
@@ -97,9 +99,10 @@ class Pipeline(Runner):
         seed: int = 0,
         overlap: Overlap | None = None,
         prepared: Prepared | None = None,
+        example: Any = None,
     ) -> None:
         alone = prepared is None
-        given, scoring = layers_of(layers), make_loss(loss, "loss")
+        scoring = make_loss(loss, "loss")
         if overlap is not None:
             check_arguments(overlap, ARGUMENTS, "overlap")
         if alone:
@@ -112,6 +115,7 @@ class Pipeline(Runner):
             world = current()
             device = device_in(world, device)
         on = torch.device(device or "cpu")
+        given = layers_of(layers, example, split or (), on, dtype)
         within = forward_context(autocast, on)
         self._said = refusing_arguments if alone else nullcontext
         with self._said(), undisturbed(on) if alone else nullcontext():
@@ -215,8 +219,12 @@ class Pipeline(Runner):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name in the unsplit model, parameter) of the stages on this rank, frozen ones too."""
         self.updater.all_ready()
+        seen: set[nn.Parameter] = set()  # stages may share parameters
         for index in sorted(self.stages):
-            yield from self.stages[index].all_parameters()
+            for name, parameter in self.stages[index].all_parameters():
+                if parameter not in seen:
+                    seen.add(parameter)
+                    yield name, parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Parameters of the stages on this rank, frozen ones too: for an optimizer of this rank's own."""

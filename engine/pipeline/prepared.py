@@ -16,6 +16,7 @@ from engine.pipeline.executor import Observer
 from engine.pipeline.layers import GivenLayer
 from engine.pipeline.losses import Loss
 from engine.pipeline.tables import FoundTables, Tables
+from engine.pipeline.ties import stage_sets
 from engine.pipeline.updates.updater import Updater, UpdateRules
 from engine.plan.programs import StepPrograms
 from engine.plan.schedules import SCHEDULES
@@ -94,7 +95,15 @@ def prepare_alone(
     edges_of = (lambda kind, members, label: Group.edges(members, label, kind)) if divided else None
     label = f"{world.next_label('pipeline')} "
     found = connections(
-        tables.programs(), tables.placement, replicas, lambda _: kind, edges_of, divided, everybody=True, label=label
+        tables.programs(),
+        tables.placement,
+        replicas,
+        lambda _: kind,
+        edges_of,
+        divided,
+        everybody=True,
+        label=label,
+        tied=stage_sets(tables.ties, tables.split),
     )
     return Prepared(tables, found, world.transport, rules, dtype or tables.dtype)
 

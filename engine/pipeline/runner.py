@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.pipeline.batches.batch import GlobalCount, ReplicaBatch
 from engine.pipeline.batches.window import Window
@@ -25,6 +25,7 @@ from engine.pipeline.prepared import Prepared
 from engine.pipeline.seeds import seeded
 from engine.pipeline.stage.overlap import Overlap
 from engine.pipeline.stage.stage import Stage, StageLayer
+from engine.pipeline.ties import share
 from engine.pipeline.updates.updater import Numbering
 from engine.plan.schedules import SCHEDULES
 from engine.plan.updates import read_versions
@@ -65,7 +66,7 @@ class Runner:
         self.stages = self._build(given, within)
         first = replica_ranks(self.replica, placement.ranks)[0]
         self.links = Links(transport, first, self.device, prepared.connections.label)
-        numbering = Numbering(placement, self.tables.split, self.tables.trainable, prepared.dtype)
+        numbering = Numbering(placement, self.tables.split, self.tables.trainable, prepared.dtype, self.tables.ties)
         self.updater = prepared.updater(
             self.stages, self.communicators, prepared.rules, numbering, self.device, self.tracer, prepared.observer
         )
@@ -79,15 +80,18 @@ class Runner:
         self, given: Sequence[GivenLayer], within: Callable[[], AbstractContextManager[Any]]
     ) -> dict[int, Stage]:
         tables, stages = self.tables, {}
+        modules: dict[int, nn.Module] = {}
         ends = [*tables.split[1:], len(given)]
         for index in tables.placement.stages_of(self.rank):
             numbers = range(tables.split[index], ends[index])
             layers = [
                 StageLayer(n, given[n].name, given[n].build(n, self.device, self._dtype, self._seed)) for n in numbers
             ]
+            modules |= {layer.number: layer.module for layer in layers}
             stages[index] = Stage(
                 index, layers, self.device, self._seed, tables.draws, within, self.tracer, self._asynchronous
             )
+        share(tables.ties, modules, lambda n: given[n].build(n, self.device, self._dtype, self._seed))
         return stages
 
     def run(self, batch: ReplicaBatch, step: int) -> Ran:

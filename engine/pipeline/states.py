@@ -82,7 +82,7 @@ def take(stages: Iterable[Stage], state: Mapping[str, Any]) -> None:
     """Copy what of `state` belongs to these stages into their layers, in place; ValueError where a layer refuses it."""
     for held in stages:
         for layer in held.layers:
-            names = {f"{layer.name}.{key}": key for key in layer.module.state_dict()}
+            names = {f"{layer.prefix}{key}": key for key in layer.module.state_dict()}
             own = {key: state[name] for name, key in names.items() if name in state}
             with refusing(lambda error: f"layer {layer.name!r} does not take its state: {said(error)}"):  # noqa: B023
                 layer.module.load_state_dict(own, strict=False)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from engine.job import Job, MessageSpec
+from engine.job import Job, MessageSpec, Tie
 from engine.pipeline.batches.batch import ReplicaBatch
 from engine.pipeline.batches.microbatch import take
 from engine.pipeline.dtypes import in_precision
@@ -25,6 +25,7 @@ from engine.pipeline.inspection.fake_model import FakeModel
 from engine.pipeline.layers import GivenLayer, fakes_of
 from engine.pipeline.losses import Loss
 from engine.pipeline.messages.boundary import MessageTable
+from engine.pipeline.ties import check_ties, stage_sets
 from engine.plan.actions import Placement, Program
 from engine.plan.partition import manual, partition
 from engine.plan.programs import StepPrograms, Updates
@@ -33,7 +34,8 @@ from engine.plan.programs import StepPrograms, Updates
 class Tables(ABC):
     """Programs, split and messages of a pipeline.
 
-    `names`, `trainable`: of each layer its name and how many parameter tensors require grad. `draws`: layers that draw
+    `names`, `trainable`: of each layer its name and how many parameter tensors require grad; `ties`: those that layers
+    share. `draws`: layers that draw
     random numbers in training, and the number behind the last where the loss does; it may grow.
     """
 
@@ -41,6 +43,7 @@ class Tables(ABC):
     split: tuple[int, ...]
     names: Sequence[str]
     trainable: tuple[int, ...]
+    ties: tuple[Tie, ...]
     draws: set[int]
     steps: Mapping[int, Program]
     passes: Mapping[int, Program]
@@ -62,7 +65,7 @@ class JobTables(Tables):
     def __init__(self, job: Job) -> None:
         self.placement, self.split = job.placement, job.split
         self.names = [layer.name for layer in job.layers]
-        self.trainable = tuple(layer.trainable for layer in job.layers)
+        self.trainable, self.ties = tuple(layer.trainable for layer in job.layers), job.ties
         self.draws = {number for number, layer in enumerate(job.layers) if layer.random}
         self.draws |= {len(job.layers)} if job.random_loss else set()
         self.steps, self.passes, self.evaluations, self.streams = job.steps, job.passes, job.evaluations, job.streams
@@ -106,6 +109,8 @@ class FoundTables(Tables):
         else:
             self.split = partition([float(n) for n in model.parameters], stages)
         self.trainable = tuple(layer.trainable for layer in model.layers())
+        self.ties = model.ties
+        check_ties(stage_sets(self.ties, self.split), programs.asynchronous, f"schedule={programs.schedule!r}")
         trained = [p.dtype for module in model.modules for p in module.parameters() if p.requires_grad]
         self.dtype = dtype or next(iter(trained), torch.float32)  # the parameters'
         self.draws = set(model.draws)

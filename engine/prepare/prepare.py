@@ -17,16 +17,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.checkpoint.resume import check
 from engine.checkpoint.store import Checkpoint
 from engine.job import Job, MessageSpec
 from engine.pipeline.batches.microbatch import passes, sizes
+from engine.pipeline.cutting.recording import key_of
 from engine.pipeline.inspection.changes import check_changes, check_synchronised
-from engine.pipeline.inspection.fake_model import FakeModel
+from engine.pipeline.inspection.fake_model import FakeModel, fake_batch
 from engine.pipeline.lazy_dynamo import put_off
 from engine.pipeline.losses import Loss, make_loss, with_tensors
 from engine.pipeline.stage.overlap import make_overlap
+from engine.pipeline.ties import check_ties, stage_sets
 from engine.plan.actions import Placement
 from engine.plan.partition import manual, partition
 from engine.plan.programs import StepPrograms
@@ -73,11 +76,22 @@ def prepare(settings: Settings, start_dir: str, run_dir: str, resumed: Checkpoin
         lengths, items, data = _measure_data(settings)
     device, dtype = torch.device(settings.device), DTYPES[settings.precision]
     with blaming(settings.model, "model"):
-        model = FakeModel(lambda: model_layers(settings.model), device, dtype, autocast_of(settings.precision, device))
+        example = _example(settings, items["train"], device, dtype)
+        named = settings.partition.get("split") or ()
+        model = FakeModel(
+            lambda: model_layers(settings.model, example, named, device, dtype), device, dtype,
+            autocast_of(settings.precision, device),
+        )  # fmt: skip
     _check_weights(settings, model, lengths, start_dir)
     settings = replace(settings, lr_scheduler=whole_run(settings, lengths["train"]))
     start = _check_resumed(resumed, settings, model, lengths["train"])
     split = choose_split(settings, model, compute.placement.stages)
+    apart, name = settings.data_parallel.asynchronous, compute.name
+    check_ties(
+        stage_sets(model.ties, split),
+        compute.asynchronous or apart,
+        "data_parallel.mode=async" if apart else f"schedule={name}",
+    )
     pieces = {
         "train": _training_pieces(settings, programs, lengths["train"]),
         "eval": _evaluation_pieces(settings, lengths["eval"]),
@@ -107,6 +121,8 @@ def prepare(settings: Settings, start_dir: str, run_dir: str, resumed: Checkpoin
         evaluations={count: forward[count] for count in {len(piece) for piece in pieces["eval"]}},
         boundaries=boundaries,
         random_loss=random_loss,
+        example=example,
+        ties=model.ties,
         start=start,
         resumed=None if resumed is None else str(resumed.folder.absolute()),
         start_dir=start_dir,
@@ -117,6 +133,14 @@ def prepare(settings: Settings, start_dir: str, run_dir: str, resumed: Checkpoin
     check_delay(job, found.edges)
     check_open_files(job, found)
     return job
+
+
+def _example(settings: Settings, sample: Sample, device: torch.device, dtype: torch.dtype) -> str:
+    """The input of a micro-batch of the configured size, in words."""
+    smallest = sizes(settings.train.global_batch_size, settings.data_parallel.replicas)[-1]
+    rows = smallest // (settings.train.accumulate * _microbatches(settings))
+    with FakeTensorMode():
+        return key_of(fake_batch(sample[0], max(rows, 1), device, dtype), training=True)
 
 
 def _check_weights(settings: Settings, model: FakeModel, lengths: Mapping[str, int], start_dir: str) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, unset_fake_temporarily
 
 from engine.errors import a_type
 from engine.job import Job
-from engine.pipeline.layers import children_of
+from engine.pipeline.layers import children_of, is_cut, parts_of, without_data
 from engine.settings import Settings
 from engine.targets import build
 
@@ -19,26 +20,54 @@ _ENGINE_KEYS = ("loss", "loss_additive", "split", "overlap")  # of `model`: not 
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 
-def model_layers(config: Mapping[str, Any]) -> list[tuple[str, Callable[[], nn.Module]]]:
+def model_layers(
+    config: Mapping[str, Any],
+    example: str = "",
+    split: Sequence[str] = (),
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> list[tuple[str, Callable[[], nn.Module]]]:
     """The ordered layers that `model._target_` describes: (dotted name, factory).
 
-    An `nn.Sequential` is taken apart into its children, where running these one after another is all that it does.
-    ValueError for anything else.
+    An `nn.Sequential` is taken apart into its children, where running these one after another is all that it does. Any
+    other module is cut for inputs like the one of `example` (see `layers_of`). ValueError for anything else.
     """
     keywords = {key: value for key, value in config.items() if key not in _ENGINE_KEYS}
-    made = build(keywords, where="model")
+    made = _built(keywords)
     where = f"model._target_ {config.get('_target_')} returned"
-    if isinstance(made, nn.Sequential):
-        return [(name, lambda child=child: child) for name, child in children_of(made, where, "return")]  # type: ignore[misc]
+    if isinstance(made, nn.Module):
+        if isinstance(made, nn.Sequential) and not (example and is_cut(made)):
+            children = children_of(made, where, "return")
+        else:
+            opened = [*(config.get("split") or ()), *split]
+            children = parts_of(made, example, opened, device, dtype)
+        return [(name, lambda child=child: child) for name, child in children]  # type: ignore[misc]
     layers = list(made) if isinstance(made, list | tuple) else []
     if made == []:
         raise ValueError(f"{where} an empty list: a model has layers")
     if not layers or not all(isinstance(x, tuple) and len(x) == 2 and callable(x[1]) for x in layers):
         raise ValueError(
             f"{where} {a_type(made)}; "
-            "it must return an nn.Sequential or a list of (dotted name, function that builds the layer)"
+            "it must return a module, or a list of (dotted name, function that builds the layer)"
         )
     return layers
+
+
+def _built(keywords: Mapping[str, Any]) -> Any:
+    """What the model's function gives. A module whose maker looks at values is made for real, and copied without them.
+
+    Many do, for numbers only: `[x.item() for x in torch.linspace(0, rate, layers)]`.
+    """
+    try:
+        return build(keywords, where="model")
+    except ValueError as error:
+        if not isinstance(error.__cause__, DataDependentOutputException):
+            raise
+        with unset_fake_temporarily():
+            made = build(keywords, where="model")
+        if not isinstance(made, nn.Module):
+            raise
+        return without_data(made)
 
 
 def autocast_of(precision: str, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:

@@ -16,6 +16,7 @@ from engine.gradients.servers.pushes import PushReducer
 from engine.job import Job
 from engine.pipeline import communicators
 from engine.pipeline.communicators import Connections
+from engine.pipeline.ties import stage_sets
 from engine.training.connect import transport_of
 from engine.training.replicas.reduction import collective_of
 from engine.training.replicas.sharding import division_of
@@ -38,7 +39,14 @@ def connections(job: Job) -> Connections:
     divided = division_of(settings) is not None
     asked = settings.checkpoint.best or settings.save == "best" or settings.checkpoint.every_minutes is not None
     found = communicators.connections(
-        programs, job.placement, job.replicas, kind_of, edges_of, divided, everybody=asked
+        programs,
+        job.placement,
+        job.replicas,
+        kind_of,
+        edges_of,
+        divided,
+        everybody=asked,
+        tied=stage_sets(job.ties, job.split),
     )
     return found if settings.save == "never" else found._replace(edges=[*found.edges, *edges(job.placement)])
 

@@ -117,7 +117,8 @@ class Worker(Observer):
             JobTables(job), connections(job), transport, rules, dtype, updater, self.tracer, self, independent=pushing
         )
         with building(settings.seed, "model"):
-            layers = model_layers(settings.model)
+            named = settings.partition.get("split") or ()
+            layers = model_layers(settings.model, job.example, named, self.device, dtype)
         return Pipeline(
             layers, make_loss(settings.model.get("loss") or {}), schedule=settings.schedule["name"],
             microbatches=settings.pipeline.microbatches, device=self.device, dtype=dtype,

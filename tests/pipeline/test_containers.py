@@ -1,4 +1,7 @@
-"""A container is taken apart where running its children one after another is all that it does; else it is refused."""
+"""A container is taken apart where running its children one after another is all that it does.
+
+Where its forward does more it is cut by following that (`test_cut.py`); what it does besides its forward is refused.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,8 @@ def test_a_container_of_its_children_alone_is_taken_apart(how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "what"),
     [
-        ("own", "a Doubled with a forward of its own"),
-        ("iter", "a Reversed with a __iter__ of its own"),
-        ("call", "a Called with a __call__ of its own"),
         ("instance", "a Sequential with a forward of its own"),
         ("train", "a Frozen with a train of its own"),
-        ("tensors", "a Scaled with tensors of its own (scale)"),
         ("forward", "a Sequential with hooks on it"),
         ("pre", "a Sequential with hooks on it"),
         ("backward", "a Sequential with hooks on it"),

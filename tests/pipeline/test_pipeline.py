@@ -393,7 +393,7 @@ def test_an_empty_share_takes_part() -> None:
         ({"schedule": "gpip"}, "unknown schedule 'gpip'; choose one of: .*gpipe"),
         ({"loss": None}, "loss is None, which cannot be called"),
         ({"layers": [nn.Linear(2, 2)], "ranks": 2}, "2 stages need 2 layers or more and the model has 1"),
-        ({"layers": nn.Linear(2, 2)}, "layers is a Linear; give an nn.Sequential, or a list"),
+        ({"layers": nn.Linear(2, 2)}, "layers is a Linear, which is cut by following its forward: give example="),
         ({"layers": [nn.Linear(2, 2), 3]}, r"layers\[1\] is an int; a layer is a module"),
         ({"ranks": 3}, "ranks=3 and replicas=1 need 3 ranks, and there are 2"),
         ({"replicas": 0}, "replicas=0 must be a whole number"),

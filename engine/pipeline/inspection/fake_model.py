@@ -33,6 +33,7 @@ from engine.pipeline.inspection.changes import Changes, Holdings, memory_of
 from engine.pipeline.losses import Loss
 from engine.pipeline.messages.boundary import Message, describe, shapes
 from engine.pipeline.modes import begin_training, evaluating
+from engine.pipeline.ties import find_ties, prefix_of
 
 _TORCHS_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _LOOKS_AT_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -105,8 +106,9 @@ class FakeModel:
             made = factories()
             self.names = [name for name, _ in made]
             built = [_built(name, factory) for name, factory in made]
-            _refuse_shared(self.names, built)
-            self.modules = [_cast(module, device, dtype) for module in built]
+            self.ties = find_ties(self.names, built)
+            cast: dict[Tensor, Tensor] = {}  # by what it is the cast of: layers may share tensors
+            self.modules = [_cast(module, device, dtype, cast) for module in built]
             for module in self.modules:
                 begin_training(module)
         if len(set(self.names)) != len(self.names):
@@ -121,13 +123,14 @@ class FakeModel:
     @property
     def trainable(self) -> list[Tensor]:
         """The (fake) parameters that require grad, in model order."""
-        return [p for module in self.modules for p in module.parameters() if p.requires_grad]
+        every = (p for module in self.modules for p in module.parameters())
+        return list(dict.fromkeys(p for p in every if p.requires_grad))
 
     @property
     def state(self) -> dict[str, Any]:
         """Name in the unsplit model -> (fake) parameter or persistent buffer, or whatever else a layer keeps so."""
         return {
-            f"{name}.{key}": value
+            prefix_of(name, module) + key: value
             for name, module in zip(self.names, self.modules, strict=True)
             for key, value in module.state_dict().items()
         }
@@ -218,7 +221,7 @@ class FakeModel:
         where = f"layer {self.names[index]!r} fails on a micro-batch of {rows} samples (its input: {shapes(value)})"
         held = Holdings(module)
         with (
-            refusing(lambda error: f"{where}: {_with_remedy(error)}"),
+            refusing(lambda error: f"{where}: {with_remedy(error)}"),
             OperatorLog() as watch,
             held.saving(),
         ):
@@ -235,33 +238,23 @@ class FakeModel:
         return result
 
     def _batches(self, sample: tuple[Any, Any], rows: int) -> tuple[Any, Any]:
-        return self._batch(sample[0], rows), self._batch(sample[1], rows)
-
-    def _batch(self, sample: Any, rows: int) -> Any:
-        """A fake batch of `rows` items like `sample`, collated as a DataLoader does."""
-
-        def fake(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            return torch.empty(leaf.shape, dtype=in_precision(leaf.dtype, self._dtype), device=self._device)
-
-        # The items are made fake before they are collated: converting a real tensor imports torch's compiler.
-        item = pytree.tree_map(
-            lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf, sample
-        )
-        return pytree.tree_map(fake, default_collate([item] * rows))
+        given, target = (fake_batch(part, rows, self._device, self._dtype) for part in sample)
+        return given, target
 
 
-def _refuse_shared(names: Sequence[str], modules: Sequence[nn.Module]) -> None:
-    owner: dict[Tensor, str] = {}
-    for name, module in zip(names, modules, strict=True):
-        for parameter in module.parameters():
-            first = owner.setdefault(parameter, name)
-            if first != name:
-                raise ValueError(
-                    f"layers {first!r} and {name!r} share a weight, which cannot live on two stages: "
-                    "put both uses into one layer, or give each a weight of its own"
-                )
+def fake_batch(sample: Any, rows: int, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """A fake batch of `rows` items like `sample`, collated as a DataLoader does; call it under FakeTensorMode."""
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return torch.empty(leaf.shape, dtype=in_precision(leaf.dtype, dtype), device=device)
+
+    # The items are made fake before they are collated: converting a real tensor imports torch's compiler.
+    item = pytree.tree_map(
+        lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf, sample
+    )
+    return pytree.tree_map(fake, default_collate([item] * rows))
 
 
 def _remedy(error: BaseException) -> str:
@@ -280,13 +273,14 @@ def _remedy(error: BaseException) -> str:
     return ""
 
 
-def _with_remedy(error: BaseException) -> str:
+def with_remedy(error: BaseException) -> str:
+    """What an error of user code says, and what to do about it where that is known."""
     remedy = _remedy(error)
     return f"{said(error).rstrip('.')}{remedy}" if remedy else said(error)
 
 
 def _built(name: str, factory: Callable[[], nn.Module]) -> nn.Module:
-    with refusing(lambda error: f"layer {name!r} cannot be built: {_with_remedy(error)}"):
+    with refusing(lambda error: f"layer {name!r} cannot be built: {with_remedy(error)}"):
         module = factory()
     if not isinstance(module, nn.Module):
         raise ValueError(f"the factory of layer {name!r} returned {a_type(module)}, not an nn.Module")
@@ -329,9 +323,8 @@ def _convertible() -> Iterator[None]:
         nn.Module._apply = whole  # type: ignore[method-assign]
 
 
-def _cast(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
-    """`dtypes.cast`, which a fake module refuses: parameters and buffers in place, shared ones stay so."""
-    made: dict[Tensor, Tensor] = {}
+def _cast(module: nn.Module, device: torch.device, dtype: torch.dtype | None, made: dict[Tensor, Tensor]) -> nn.Module:
+    """`dtypes.cast`, which a fake module refuses: parameters and buffers in place, shared ones (`made`) stay so."""
     for part in module.modules():
         for table in (part._parameters, part._buffers):
             for name, tensor in table.items():

@@ -11,11 +11,13 @@ anything.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from engine.job import MessageSpec
@@ -28,6 +30,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 def form_of(value: Any) -> Any:
     """The structure of `value`. ValueError where a key or a class in it cannot be named."""
+    know(value)
     kind = pytree._get_node_type(value)
     if kind not in pytree.SUPPORTED_NODES:
         return LEAF
@@ -73,9 +76,19 @@ def _nested(form: Any, leaves: Iterator[Any]) -> Any:
     of = _class(name)
     if issubclass(of, tuple) and hasattr(of, "_fields"):
         return of(*children)
+    if of not in pytree.SUPPORTED_NODES and dataclasses.is_dataclass(of):
+        pytree.register_dataclass(of)
     if of not in pytree.SUPPORTED_NODES:
         raise ValueError(f"{name} is no structure that torch's pytree knows")
     return pytree.SUPPORTED_NODES[of].unflatten_fn(children, context)
+
+
+def know(value: Any) -> None:
+    """Tell torch's pytree of a dataclass of which this is an instance with tensors, so that it is taken apart."""
+    of = type(value)
+    unknown = dataclasses.is_dataclass(of) and of not in pytree.SUPPORTED_NODES
+    if unknown and any(isinstance(field, Tensor) for field in vars(value).values()):
+        pytree.register_dataclass(of)
 
 
 def _name(of: type) -> str:

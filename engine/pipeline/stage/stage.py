@@ -27,6 +27,7 @@ from engine.pipeline.stage.activations import recomputes, saved_bytes
 from engine.pipeline.stage.overlap import Beside, LayerCall
 from engine.pipeline.stage.split import Later, Routing
 from engine.pipeline.stage.versions import Versions
+from engine.pipeline.ties import prefix_of
 from engine.telemetry.trace import Tracer
 
 
@@ -36,6 +37,11 @@ class StageLayer(NamedTuple):
     number: int
     name: str
     module: nn.Module
+
+    @property
+    def prefix(self) -> str:
+        """What stands before the names of the module's tensors in those of the unsplit model."""
+        return prefix_of(self.name, self.module)
 
 
 class Draw(NamedTuple):
@@ -107,11 +113,15 @@ class Stage:
     def state_dict(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers under their full names; the tensors themselves, no copies."""
         return {
-            f"{layer.name}.{key}": value for layer in self.layers for key, value in layer.module.state_dict().items()
+            f"{layer.prefix}{key}": value for layer in self.layers for key, value in layer.module.state_dict().items()
         }
 
     def _named(self, what: str) -> list[tuple[str, Any]]:
-        return [(f"{layer.name}.{key}", value) for layer in self.layers for key, value in getattr(layer.module, what)()]
+        every = [
+            (f"{layer.prefix}{key}", value) for layer in self.layers for key, value in getattr(layer.module, what)()
+        ]
+        first = {id(value): name for name, value in reversed(every)}  # layers may share tensors
+        return [(name, value) for name, value in every if first[id(value)] == name]
 
     def run(self, value: Any, draw: Draw | None) -> Any:
         """The output of the layers, run one after another; `draw` is None in evaluation."""
