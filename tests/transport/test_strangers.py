@@ -271,6 +271,7 @@ def test_a_job_in_the_store_is_not_taken_where_rank_0_is_on_the_same_host(
 
 OWN = [
     "model._target_=toys.mlp4", "model.loss._target_=toys.TokenLoss", "data._target_=toys.Tokens", "lr_scheduler=none",
+    "optimizer=sgd",
 ]  # fmt: skip
 
 
