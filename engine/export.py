@@ -10,13 +10,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from engine.console import forgiving
 from engine.files import UnwritableError
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,8 +45,8 @@ def export(run: Path, out: Path) -> str:
     return f"{out}: {len(state)} tensors, {nbytes / 1e6:.1f} MB, from {taken}"
 
 
-def _state(run: Path) -> tuple[Path, dict[str, Tensor]]:
-    """Where the weights are, and the weights; ValueError where there are none."""
+def _state(run: Path) -> tuple[Path, dict[str, Any]]:
+    """Where the weights are, and the weights, name -> tensor; ValueError where there are none."""
     from engine.checkpoint import store
     from engine.checkpoint.manifest import NAME
     from engine.checkpoint.names import FOLDER

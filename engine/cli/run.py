@@ -16,6 +16,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -216,12 +217,9 @@ def _keeping(job: Job, folder: Path, recorder: Recorder) -> Iterator[Callable[[R
     if not job.settings.checkpoint.wanted:
         yield recorder
         return
-    import torch
-
-    from engine import __version__
     from engine.checkpoint.keeper import Keeper
 
-    versions = {"engine": __version__, "torch": torch.__version__}
+    versions = {"engine": version("hydra-pipeline-engine"), "torch": version("torch")}
     keeper = Keeper(job, folder, versions, recorder.progress, lambda level, text: _note(recorder, level, text))
     keeper.begin()
 

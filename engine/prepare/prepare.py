@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from engine.checkpoint.resume import check
 from engine.checkpoint.store import Checkpoint
 from engine.job import Job, MessageSpec
-from engine.pipeline.batches.microbatch import passes, sizes
+from engine.pipeline.batches.microbatch import sizes
 from engine.pipeline.cutting.recording import key_of
 from engine.pipeline.inspection.changes import check_changes, check_synchronised
 from engine.pipeline.inspection.fake_model import FakeModel, fake_batch
@@ -33,10 +33,10 @@ from engine.pipeline.ties import check_ties, stage_sets
 from engine.plan.actions import Placement
 from engine.plan.partition import manual, partition
 from engine.plan.programs import StepPrograms
-from engine.plan.schedules import SCHEDULES
 from engine.prepare.additivity import TRIED_ROWS, adds_up
 from engine.prepare.devices import choose
 from engine.prepare.dry_run import Sample, length_of, sample_of, try_loss, try_update
+from engine.prepare.pieces import batches_of, evaluation_pieces, per_update, steps_of, training_pieces, whole_run
 from engine.settings import Settings
 from engine.targets import blaming, locate, prepare_import_path
 from engine.training.async_window import drains_of, stream_programs, window_lengths
@@ -47,7 +47,6 @@ from engine.training.delay import check_delay
 from engine.training.replicas.asynchronous_sgd import check_asynchronous_sgd
 from engine.training.replicas.reduction import grouped
 from engine.training.replicas.sharding import check_sharding
-from engine.training.samples.batches import Batches
 from engine.training.samples.source import dataset
 from engine.weights.initial import check_weights
 from engine.weights.model_file import unstorable
@@ -93,8 +92,8 @@ def prepare(settings: Settings, start_dir: str, run_dir: str, resumed: Checkpoin
         "data_parallel.mode=async" if apart else f"schedule={name}",
     )
     pieces = {
-        "train": _training_pieces(settings, programs, lengths["train"]),
-        "eval": _evaluation_pieces(settings, lengths["eval"]),
+        "train": training_pieces(settings, programs, lengths["train"]),
+        "eval": evaluation_pieces(settings, lengths["eval"]),
     }
     with blaming(settings.model, "model"), blaming(with_tensors(settings.model["loss"]), "model.loss"):
         boundaries = {
@@ -138,7 +137,7 @@ def prepare(settings: Settings, start_dir: str, run_dir: str, resumed: Checkpoin
 def _example(settings: Settings, sample: Sample, device: torch.device, dtype: torch.dtype) -> str:
     """The input of a micro-batch of the configured size, in words."""
     smallest = sizes(settings.train.global_batch_size, settings.data_parallel.replicas)[-1]
-    rows = smallest // (settings.train.accumulate * _microbatches(settings))
+    rows = smallest // (settings.train.accumulate * per_update(settings))
     with FakeTensorMode():
         return key_of(fake_batch(sample[0], max(rows, 1), device, dtype), training=True)
 
@@ -190,8 +189,8 @@ def _without_drains(
     settings: Settings, programs: StepPrograms, samples: int, evaluates: bool, start: int
 ) -> dict[str, Any]:
     """What a job holds of an asynchronous schedule: a program for each window between two drains."""
-    batches = _batches(settings, samples)
-    steps, drains = _steps(settings, batches), drains_of(settings, batches, evaluates)
+    batches = batches_of(settings, samples)
+    steps, drains = steps_of(settings, batches), drains_of(settings, batches, evaluates)
     windows = window_lengths(steps, drains, start)
     # Where all steps are done there is nothing to run, and the last one's program stands for those that ran.
     streams = stream_programs(settings, programs, batches, windows or (1,), min(start, steps - 1))
@@ -208,7 +207,7 @@ def _check_resumed(resumed: Checkpoint | None, settings: Settings, model: FakeMo
         for name, module in zip(model.names, model.modules, strict=True)
         for key, parameter in module.named_parameters()
     }
-    check(resumed.manifest, settings, _steps(settings, _batches(settings, samples)), samples, parameters)
+    check(resumed.manifest, settings, steps_of(settings, batches_of(settings, samples)), samples, parameters)
     return resumed.manifest.step
 
 
@@ -225,14 +224,6 @@ def sized_model(config: Mapping[str, Any], placement: Placement) -> dict[str, An
         if key in accepted and filled.get(key) is None:
             filled[key] = value
     return filled
-
-
-def whole_run(settings: Settings, samples: int) -> dict[str, Any] | None:
-    """The scheduler's keywords, with `T_max` at the run's steps where it is unset: one fall from begin to end."""
-    given = settings.lr_scheduler
-    if not given or given.get("T_max", 0) is not None:
-        return given
-    return given | {"T_max": _steps(settings, _batches(settings, samples))}
 
 
 def choose_split(settings: Settings, model: FakeModel, stages: int) -> tuple[int, ...]:
@@ -270,7 +261,7 @@ def choose_split(settings: Settings, model: FakeModel, stages: int) -> tuple[int
 
 def _check_batch(settings: Settings) -> None:
     """M must fit a replica's share of the configured batch, in every pass."""
-    train, replicas, wanted = settings.train, settings.data_parallel.replicas, _microbatches(settings)
+    train, replicas, wanted = settings.train, settings.data_parallel.replicas, per_update(settings)
     share = sizes(train.global_batch_size, replicas)[-1]
     smallest = share // train.accumulate
     if smallest < wanted:
@@ -326,7 +317,7 @@ def _try_parts(
             smallest = min(rows for each, rows in boundaries if each == mode)
             output = boundaries[mode, smallest][-1]
             drawn.append(try_loss(loss, output, target, smallest, DTYPES[settings.precision], autocast))
-    try_update(settings, model.trainable, _steps(settings, _batches(settings, lengths["train"])))
+    try_update(settings, model.trainable, steps_of(settings, batches_of(settings, lengths["train"])))
     return any(drawn) if drawn else model.random_loss
 
 
@@ -334,7 +325,7 @@ def _check_additive(settings: Settings, model: FakeModel, loss: Loss, sample: Sa
     """A loss of a whole batch that is not made of its samples' is another one for each way to divide the batch."""
     replicas = 1 if settings.data_parallel.asynchronous else settings.data_parallel.replicas
     divided = {
-        "pipeline.microbatches": _microbatches(settings),
+        "pipeline.microbatches": per_update(settings),
         "data_parallel.replicas": replicas,
         "train.accumulate": settings.train.accumulate,
     }
@@ -362,46 +353,3 @@ def _check_additive(settings: Settings, model: FakeModel, loss: Loss, sample: Sa
             "samples of a batch set these to 1; model.loss_additive=false trains on the parts all the same"
         )
     log.warning("%s; trained is the loss of the parts, which depends on how the batch is divided", said)
-
-
-def _microbatches(settings: Settings) -> int:
-    """Micro-batches of a pass through the pipeline, or of one update of an asynchronous schedule."""
-    return SCHEDULES[settings.schedule["name"]].per_update(settings.pipeline.microbatches)
-
-
-def _batches(settings: Settings, samples: int) -> Batches:
-    """The training's batches, in no particular order."""
-    drop, replicas = bool(settings.data.get("drop_last", False)), settings.data_parallel.replicas
-    return Batches(samples, settings.train.global_batch_size, replicas, 0, shuffle=False, drop_last=drop)
-
-
-def _steps(settings: Settings, batches: Batches) -> int:
-    return batches.steps(settings.train.steps, settings.train.epochs)
-
-
-def _training_pieces(settings: Settings, programs: StepPrograms, samples: int) -> list[list[int]]:
-    def legal(microbatches: int) -> int:
-        return microbatches if asynchronous else programs.compute(microbatches).microbatches
-
-    asynchronous = SCHEDULES[settings.schedule["name"]].stream is not None
-    batches = _batches(settings, samples)
-    steps, accumulate = _steps(settings, batches), settings.train.accumulate
-    return _pieces(batches, steps, accumulate, _microbatches(settings), legal)
-
-
-def _evaluation_pieces(settings: Settings, samples: int) -> list[list[int]]:
-    size = settings.eval.batch_size or settings.train.global_batch_size
-    batches = Batches(samples, size, settings.data_parallel.replicas, 0, shuffle=False)
-    return _pieces(batches, batches.per_epoch, 1, settings.pipeline.microbatches, lambda m: m) if samples else []
-
-
-def _pieces(
-    batches: Batches, steps: int, accumulate: int, microbatches: int, legal: Callable[[int], int]
-) -> list[list[int]]:
-    """Every list of micro-batch sizes that a pass over the first `steps` of these batches can have, each once."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for count in {batches.count(index) for index in (0, batches.per_epoch - 1) if index < steps}:
-        for share in set(sizes(count, batches.replicas)):
-            for piece in passes(share, accumulate, microbatches, legal):
-                found.setdefault(tuple(piece), piece)
-    return list(found.values())

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.prepare.prepare import whole_run
+from engine.prepare.pieces import whole_run
 from engine.settings import Settings, Train
 
 COSINE = {"_target_": "torch.optim.lr_scheduler.CosineAnnealingLR", "T_max": None, "eta_min": 0.0}
