@@ -114,10 +114,10 @@ class Eval:
     """Section `eval`: when and in what batches held-out samples are evaluated."""
 
     every: int | None = key(None, "optimizer steps between evaluations; null: once, at the end; 0: never", at_least=0)
-    at_start: bool = key(False, "true: evaluate before the first step too, also where eval.every=0")
     batch_size: int | None = key(
         None, "samples of one evaluation batch over all replicas; null: as in training", at_least=1
     )
+    at_start: bool = key(False, "true: evaluate before the first step too, also where eval.every=0")
 
 
 @dataclass(frozen=True)

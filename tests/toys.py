@@ -311,12 +311,6 @@ def sequential(width: int = 8, classes: int = 5) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, width), tanh, nn.Linear(width, width), tanh, nn.Linear(width, classes))
 
 
-def sharing(width: int = 8) -> Layers:
-    """Two layers that are one."""
-    linear = nn.Linear(width, width)
-    return [("a", lambda: linear), ("tanh", nn.Tanh), ("b", lambda: linear)]
-
-
 class Again(nn.Module):
     """A block that keeps nothing but its input: it is computed again in its backward."""
 

@@ -34,7 +34,10 @@ def environment(tmp_path: Path) -> dict[str, str]:
     for name, target in scripts.items():
         module, _, function = target.partition(":")
         script = f"import sys\nfrom {module} import {function}\nif __name__ == '__main__':\n    {function}()\n"
-        (folder / name).write_text(f"#!{sys.executable}\n{script}")
+        start = (
+            f"#!/bin/sh\n'''exec' \"{sys.executable}\" \"$0\" \"$@\"\n' '''\n"  # as pip does: its path may have blanks
+        )
+        (folder / name).write_text(start + script)
         (folder / name).chmod(0o755)
     path = f"{folder}:{Path(sys.executable).parent}:/usr/bin:/bin"
     return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}

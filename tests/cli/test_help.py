@@ -57,7 +57,10 @@ def help_text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_help_lists_groups_a_users_own_among_them(help_text: str) -> None:
-    assert "\nmodel: gpt, mlp, resnet50, sleep, tower\n" in help_text
+    assert (
+        "\nmodel: bert, gpt, gpt2, llama, lstm, mamba, mlp, resnet50, sleep, t5, tower, translator, unet, vit\n"
+        in help_text
+    )
 
 
 def test_defaults_are_what_a_run_gets() -> None:

@@ -59,7 +59,13 @@ if __name__ == "__main__":
         json.dump(sorted(sys.modules), file)
     sys.exit(code)
 """
-    arguments = ["model=mlp", "train.steps=3", "lr_scheduler._target_=witness.constant", "hydra.run.dir=run"]
+    arguments = [
+        "model=mlp",
+        "train.steps=3",
+        "lr_scheduler=none",
+        "lr_scheduler._target_=witness.constant",
+        "hydra.run.dir=run",
+    ]
     (tmp_path / "start.py").write_text(code)  # a file: the fork server looks for the main module
     python("import runpy; runpy.run_path('start.py', run_name='__main__')", *arguments, cwd=tmp_path)
     imported = [set(json.loads(path.read_text())) for path in tmp_path.glob("imported-*.json")]

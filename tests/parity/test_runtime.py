@@ -390,12 +390,6 @@ def test_a_sequential_is_the_same_model_whatever_the_cut() -> None:
     assert runs[0].losses() == runs[2].losses()
 
 
-def test_weights_shared_by_layers_are_refused() -> None:
-    model = {"_target_": "toys.sharing", "loss": {"_target_": "toys.TokenLoss"}}
-    with pytest.raises(ValueError, match="layers 'a' and 'b' share a weight"):
-        run_threads(settings("1f1b", 1, 4, model=model))
-
-
 def test_any_text_of_an_error_can_be_reported() -> None:
     from engine.launch.rank import error_record
 

@@ -22,6 +22,7 @@ RANKS, MICROBATCHES = 2, 4
 LIMIT_S = 280.0  # a hang; it takes a tenth
 MODEL = ["model=mlp", "model.features=16", "model.hidden=8", "model.depth=8", "data=synthetic", "data.shape=[16]"]
 RUN = ["data.samples=64", "train.steps=3", "train.global_batch_size=10", "precision=fp64", "device=cpu"]
+RUN += ["optimizer=sgd", "lr_scheduler=none"]
 SIZES = [f"pipeline.ranks={RANKS}", f"pipeline.microbatches={MICROBATCHES}", "threads_per_worker=1", "timeout_s=60"]
 VEE = [name for name in SYNCHRONOUS if name in ("zb_v", "v_half", "v_min", "dualpipe_v", "hanayo")]
 

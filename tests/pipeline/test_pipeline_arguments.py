@@ -55,6 +55,7 @@ def batch(rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_every_argument_is_tried() -> None:
     elsewhere = {"self", "layers", "loss", "allreduce", "overlap", "prepared"}  # test_pipeline.py
+    elsewhere |= {"example"}  # test_cut.py
     assert set(inspect.signature(Pipeline.__init__).parameters) == set(BAD) | elsewhere
 
 

@@ -42,7 +42,7 @@ WRONG = {
     "data.shape=x": (MLP, ["data.shape=x must be a list of whole numbers (by default [64])", "Synthetic"]),
     "data.shape=[x]": (MLP, ["data.shape=[x] must be a list of whole numbers"]),
     "data.path=[a]": (GPT, ["data.path=[a] must be a word or null for models.data.Text"]),
-    "optimizer.momentum=x": (MLP, ["optimizer.momentum=x must be a number (by default 0)"]),
+    "optimizer.momentum=x": ([*MLP, "optimizer=sgd"], ["optimizer.momentum=x must be a number (by default 0)"]),
     "optimizer.betas=3": (
         [*MLP, "optimizer=adam"],
         ["optimizer.betas=3 must be a list of numbers (by default [0.9,0.999])"],
